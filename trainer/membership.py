@@ -58,7 +58,7 @@ class Share:
         raise error
 
     def close(self) -> None:
-        """Release all domains."""
+        """Release all domains; without other trainers there is nothing to do."""
 
 
 class Membership(Share):

@@ -97,7 +97,7 @@ class DomainVersions:
         self.events.try_add(kind, self.domain, version, **figures)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections of pointer and events; the lease stays as it is."""
         self.pointer.close()
         self.events.close()
 

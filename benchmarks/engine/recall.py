@@ -210,9 +210,10 @@ def _wave(
 
 @dataclass(frozen=True)
 class Gain:
-    """Result of a way on a part of the stream; ``speedup`` is relative to plain decoding of the same prompts.
+    """Result of a way on a part of the stream.
 
-    Speeds are spreads over ``waves`` waves, the other figures are of all decoded tokens.
+    ``speedup`` is relative to the base way of ``gains`` on the same prompts. It and ``tokens_per_second`` are spreads
+    over ``waves`` waves, the other figures are of all decoded tokens.
     """
 
     way: str
@@ -226,10 +227,20 @@ class Gain:
 
 
 def gains(waves: Sequence[RecallWave], base: str = PLAIN) -> list[Gain]:
-    """Return the gain of every way over ``base``, without waves that were too short in one of both.
+    """Return the speed-up of every way over ``base``, from pairs of waves on the same prompts.
+
+    A wave is too short if a request ends before all requests have started; it has no speed. A pair is ignored if one or
+    both of its waves are too short.
+
+    Args:
+        waves: waves of ``base`` and of the ways to compare.
+        base: name of the way that all ways are compared with.
+
+    Returns:
+        One result for each way, including ``base`` itself.
 
     Raises:
-        BenchError: all waves were too short.
+        BenchError: a way has no pair that counts.
     """
     by_way: dict[str, dict[int, RecallWave]] = defaultdict(dict)
     for wave in waves:

@@ -271,7 +271,13 @@ def profile(run: GpuRun, shape: str, sampled: bool = False) -> dict[str, Any]:
 
 
 def decode(run: GpuRun, shape: str, acceptance: float) -> dict[str, Any]:
-    """Measure plain and speculative decoding of one stream with forced acceptance, and the engine's efficiency."""
+    """Measure plain and speculative decoding of one request at a time, and the engine's efficiency.
+
+    Args:
+        run: options of the measurement.
+        shape: name of the target's size.
+        acceptance: share of each draft that is accepted on average; the target's tokens do not matter.
+    """
     return _waves(run, shape, acceptance, 1, 1 if run.small else 7)
 
 

@@ -51,7 +51,23 @@ def open_experiment(
     tokens: int,
     minutes: float,
 ) -> Generator[tuple[Experiment, RecordedStream]]:
-    """Set up an experiment with drafters of ``readers``, and record its stream."""
+    """Load prompts, and yield an experiment with its recorded stream; end the command if loading fails.
+
+    The stream is the target's answers with hidden states. Recordings stay in the home directory, so only answers that
+    no earlier run recorded are generated.
+
+    Args:
+        settings: settings of target, drafters and training; ``trainer.samples`` must be ``teacher``.
+        file: JSON lines file of prompts, or a built-in source; its stem names the recording.
+        readers: settings of drafters; the hidden states that these drafters read are recorded.
+        records: number of records that arrive for training.
+        unseen: number of further records, for measurement only.
+        tokens: limit of each answer, in tokens.
+        minutes: time limit for generating answers, in minutes.
+
+    Raises:
+        RecordingError: there are too few short prompts, or the time limit was reached.
+    """
     if settings.trainer.samples != "teacher":
         fail(f"trainer.samples is {settings.trainer.samples}: recorded text needs trainer.samples=teacher")
     with stop_signals():

@@ -71,7 +71,7 @@ def bill_table(bill: Bill) -> Table:
 
 
 def search_table(best: SearchResult) -> Table:
-    """Return all combinations that were tried, the best first."""
+    """Return a row for each tried combination of trainers and capture budget, largest net savings first."""
     table = Table("net of training by trainers and capture budget", ("trainers", "budget, MB per second", "net"), [])
     for (trainers, budget), net in sorted(best.tried.items(), key=lambda item: -item[1]):
         row = (f"{trainers}", "everything" if budget is None else f"{budget / 1e6:.1f}", f"{net:.3f}")

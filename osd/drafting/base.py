@@ -113,8 +113,11 @@ OPTIONAL = "acceptance."
 def check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Check names, shapes, dtype families and finiteness of ``weights`` against ``expected``.
 
+    Tensors whose names start with ``OPTIONAL`` are optional. If ``weights`` has none of them, the expected optional
+    tensors are zeros. Optional tensors that are not expected are left out.
+
     Returns:
-        The tensors to load: optional ones only if they are expected, and zeros for them if ``weights`` has none.
+        The tensors to load, with exactly the names of ``expected``.
 
     Raises:
         DrafterError: a tensor is wrong; the message names the first one.

@@ -210,9 +210,10 @@ class CostTable:
 
 
 class CostModel:
-    """Seconds of the target's forwards, of the host's work, of proposals, and of a drafter's first reading.
+    """Expected seconds of a step's parts: the target's forward, the host's work, drafting, and a drafter's reading.
 
-    One model serves all drafters of an engine; proposals and reading are kept by ``kind`` of drafter.
+    *Reading* is the processing of tokens that a drafter has not seen, such as the prompt, before it drafts. One model
+    serves all drafters of an engine; the seconds of drafting and reading are kept by ``kind`` of drafter.
     """
 
     def __init__(self, forwards: Mapping[int, float] | None = None) -> None:
@@ -278,9 +279,18 @@ class CostModel:
         return self._steps
 
     def proposal(self, kind: str, sequences: int, nodes: int) -> float:
-        """Return the seconds of drafting ``nodes`` nodes for each of several sequences, without reading first.
+        """Return the total seconds to draft ``nodes`` nodes for each of ``sequences`` sequences, without ``reading``.
 
-        Drafters that draft level by level draft a chain. A call that was never measured counts as the first call.
+        Drafters that are measured level by level are assumed to draft chains, with one call per node of a chain. A
+        level whose call was never measured costs as much as the first level.
+
+        Args:
+            kind: kind of the drafter.
+            sequences: number of sequences that are drafted together.
+            nodes: number of draft nodes per sequence.
+
+        Returns:
+            The seconds for all sequences together; 0 before any measurement of this kind.
         """
         if names := self._levels.get(kind):
             calls = (at_level(names, level) for level in range(nodes))

@@ -29,14 +29,17 @@ _LEAST_SLOTS, _TURNS = 3, 4
 
 @dataclass
 class ServedVersion:
-    """A version in service or below one in service.
+    """Measured effect of one version: the version in service, or an earlier version that it builds on.
+
+    Logarithms are natural, and their confidence intervals are symmetric.
 
     Attributes:
-        promised: logarithm of the gain that its gate saw in tokens per step.
-        busy: core seconds of the domain while it or a later version served.
-        log: measured logarithm of its speed-up over the version before.
-        width: half the interval of ``log``; None before any measurement.
-        trials: that measured it.
+        number: number of the version.
+        promised: logarithm of the ratio of tokens per step to the version before, as its gate measured it.
+        busy: core seconds that replicas computed for the domain while this or a later version served.
+        log: measured logarithm of its speed-up over the version before; 0 before any measurement.
+        width: half the width of the confidence interval of ``log``; None before any measurement.
+        trials: number of trials in the measurement.
     """
 
     number: int
@@ -48,7 +51,7 @@ class ServedVersion:
 
     @property
     def low(self) -> float:
-        """Lower bound of the logarithm of the speed-up."""
+        """Lower bound of the logarithm of the speed-up, ``log - width``; minus infinity before any measurement."""
         return -math.inf if self.width is None else self.log - self.width
 
     @property
@@ -63,18 +66,22 @@ class ServedVersion:
 class Fund:
     """Account of one domain's training, in core seconds.
 
+    A *slice* is the training from one candidate version to the next. A gain is *certain* if the lower bound of its
+    logarithm is above 0. An *alarm* is a detected drift of the traffic.
+
     Attributes:
-        version: mean cost of a version.
-        busy: seconds that replicas computed for the domain.
-        spent: seconds of training at their price, and seconds that requests lost.
-        earlier: certain savings of versions that serve no more.
-        fruitless: slices, paid for the most part, since the last certain gain or alarm.
-        slices: slices that ended.
-        slice: seconds computed in the present slice, free ones included.
-        paid: of these, seconds at a price.
-        base: version with which the account began, or that served at the last alarm.
-        versions: in service above it, the latest at the end.
-        measured: logarithms of measured gains of earlier versions, and ``promised`` by their gates.
+        version: mean CPU seconds of a slice, with ``VERSION_SECONDS`` as the first value.
+        busy: core seconds that replicas computed for the domain.
+        spent: CPU seconds of training times their price, plus core seconds that were lost to training.
+        earlier: certain savings of versions that no longer serve, in core seconds.
+        fruitless: number of slices since the last certain gain or alarm in which most CPU seconds had a price.
+        slices: number of slices that ended.
+        slice: CPU seconds of the current slice, including seconds at price 0.
+        paid: CPU seconds of the current slice at a price above 0.
+        base: number of the version with which the account began, or of the version in service at the last alarm.
+        versions: versions above ``base`` up to the version in service, in ascending order.
+        measured: sum of the measured logarithms of versions that no longer serve.
+        promised: sum of the logarithms that the gates of these versions promised; negative ones count as 0.
     """
 
     version: float = VERSION_SECONDS
@@ -125,7 +132,15 @@ class Fund:
             version.busy += busy
 
     def learn(self, seconds: float, price: float, lost: float = 0.0) -> None:
-        """Charge CPU ``seconds`` of training at ``price``, and core seconds that requests ``lost`` by it."""
+        """Charge the cost of training to the account: add ``price * seconds + lost`` to ``spent``.
+
+        All ``seconds`` count for the current slice, also at price 0.
+
+        Args:
+            seconds: CPU seconds of training since the last charge.
+            price: core seconds to charge per CPU second; 0 is free.
+            lost: core seconds to charge without the price, such as the time that requests lost to training.
+        """
         self.slice += seconds
         self.paid += seconds if price else 0.0
         self.spent += price * seconds + lost

@@ -1,4 +1,4 @@
-"""State of one request while it is decoded."""
+"""State of one sequence, an answer to a request, while it is decoded."""
 
 from __future__ import annotations
 
@@ -49,34 +49,36 @@ class RoutingResult:
 
 
 class SequenceState:
-    """Tokens, text, drafter and counts of one request.
+    """Tokens, text, drafter and counts of one sequence; the engine has one ``Request`` per sequence.
 
     Attributes:
-        domain: of the request; the default domain until the router has chosen one.
-        policy: how the sequence speculates.
+        domain: domain of the request; the default domain until the router has chosen one.
+        policy: growth policy and verification rule of the sequence.
         constraint: position in the request's grammar; None without a grammar.
         limit: maximum number of draft nodes, set by the growth policy.
         tokens: prompt and generated tokens.
-        fed: number of tokens in the target's KV slot: all but the last, once the prompt is read.
+        fed: number of first tokens whose keys and values are in the target's KV slot. While the sequence
+            generates, it is the number of all tokens but the last.
         cached: number of prompt tokens that came from another slot or an earlier request.
         number: rank among all sequences of the engine by arrival.
-        slot: -1 without a slot.
+        slot: number of the target's KV slot; -1 without a slot.
         preempted: whether the sequence lost a slot before. It then feeds its tokens again.
         step: number of the decoding step, counted for this sequence.
-        last_drafted_step: last step with a governed draft.
+        last_drafted_step: last value of ``step`` with a draft whose size the planner chose; -1 for none.
         drafter: current drafter; None while the sequence decodes plainly or is not routed. It is either ``stable`` or
-            the drafter of ``canary``, which take turns. Both are open for this sequence.
+            the drafter of ``canary``. During a trial of a canary both are open for this sequence and alternate.
         learner: drafter whose drafts and states the trace records.
-        unrouted: input that waits for a drafter; None once the sequence is routed.
+        unrouted: tokens and states to give to the drafter once the router has chosen it; None once routed.
         routed: decision of the router; None if there was none.
-        finish: reason of the end; None while it decodes.
-        trace: record that grows; None without capture.
-        completion: state of the controller; None if the request does not use it.
+        finish: finish reason; None while the sequence decodes.
+        trace: builder of the trace; None without capture.
+        completion: state of the controller, which can stop the text or skip layers; None if the request does not use
+            it.
         ended: whether the last update was sent.
         lifetime: times of its events.
         delivered: number of tokens that the drafters have received since the sequence got its slot.
-        logprobs: of new tokens, for the next update.
-        sources: of new tokens, for the next update.
+        logprobs: log-probabilities of new tokens, for the next update.
+        sources: names of the proposers of new tokens, for the next update.
     """
 
     def __init__(
@@ -128,7 +130,10 @@ class SequenceState:
 
     @property
     def decoding(self) -> bool:
-        """Whether all tokens but the last are fed."""
+        """Whether all tokens but the last are in the target's KV slot.
+
+        False while the target reads the prompt, or reads all tokens again after a preemption.
+        """
         return self.fed == len(self.tokens) - 1
 
     @property

@@ -74,7 +74,7 @@ def read_optimizer_state(tensors: dict[str, Tensor], weights: dict[str, Tensor],
 
 
 def restore(optimizer: Optimizer, state: State) -> None:
-    """Replace the state of an optimizer."""
+    """Replace the moments of an optimizer by ``state``, without a copy."""
     optimizer.state.clear()
     optimizer.state.update(state)
 

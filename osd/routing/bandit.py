@@ -1,4 +1,4 @@
-"""Discounted UCB bandit over domains' drafters, with measured speeds in one cluster and in all clusters."""
+"""Discounted UCB bandit over domains' drafters, with measured speeds in one cluster of prompts and in all clusters."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class DrafterEvidence:
 
 
 Arms = dict[str, DrafterEvidence]
-"""Evidence of each domain's drafter."""
+"""Evidence of each domain's drafter, by domain, from the prompts of one cluster or of all clusters."""
 
 
 class Bandit:
-    """Estimate, with bounds, of the gain of each domain's drafter in a cluster.
+    """Estimates and bounds of the speed of each domain's drafter in a cluster of similar prompts.
 
-    Log tokens per second are the sum of a level, which follows the load of the machine, and the drafter's gain.
-    Discounted UCB (Garivier and Moulines, 2011) bounds the gain: it needs no randomness, and it notices when a drafter
-    is replaced by a better one. The gain over all clusters is the prior of each cluster.
+    The natural logarithm of a request's tokens per second is the sum of a level and a *gain*. The level is common to
+    all drafters and follows the load of the machine. The gain depends on the drafter and the cluster; the gain over all
+    clusters is the prior of each cluster. Discounted UCB (Garivier and Moulines, 2011) bounds the gain: it needs no
+    randomness, and it notices when a drafter is replaced by a better one.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,16 @@ class Bandit:
         self._noise = 0.25  # initial variance of one request's log speed
 
     def learn(self, arms: Arms, domain: str, speed: float) -> float:
-        """Add the log tokens per second of a request of the cluster with ``arms``; return its gain."""
+        """Add the measured speed of a finished request, and return the request's gain.
+
+        Args:
+            arms: evidence of the cluster of the request's prompt, to be updated.
+            domain: the domain whose drafter served the request.
+            speed: natural logarithm of the request's tokens per second.
+
+        Returns:
+            ``speed`` minus the level before this request, for ``hear`` in other replicas.
+        """
         if self._level is None:
             self._level = speed
         gain = speed - self._level
@@ -65,7 +75,7 @@ class Bandit:
         return gain
 
     def hear(self, arms: Arms, domain: str, gain: float) -> None:
-        """Add the gain of a request of the cluster with ``arms``, from this or another replica.
+        """Add the gain of a request whose prompt is in the cluster with ``arms``, from this or another replica.
 
         Each replica subtracts its own level, because its load differs.
         """

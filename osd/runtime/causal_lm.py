@@ -1,4 +1,4 @@
-"""Access to the parts of a causal language model of transformers, whose classes have no usable types."""
+"""Access to the parts of a causal language model of transformers, whose classes have no usable type annotations."""
 
 from __future__ import annotations
 
@@ -61,12 +61,14 @@ def attention_of(model: nn.Module) -> dict[str, Any]:
 
 
 def inverse_frequencies(model: nn.Module) -> Tensor:
-    """Return [head_dim / 2] float32, the angles by which the rotary embedding turns each plane per place.
+    """Return the angles of the rotary position embedding, [head_dim / 2] float32, in radians per position.
 
-    Only the configuration and the classes are read, so the model may be on the meta device.
+    Angle i rotates dimensions i and i + head_dim / 2 of each head. Only the configuration and the classes are read, so
+    the model may be on the meta device.
 
     Raises:
-        ValueError: the model has no rotary embedding, or one with more than turns of the halves of whole heads.
+        ValueError: the model has no rotary embedding or an unsupported one: it pairs other dimensions, rotates only a
+            part of each head, or its angles depend on the length of the text.
     """
     name, config = type(model).__name__, text_config(model)
     rotary = getattr(decoder_of(model), "rotary_emb", None)

@@ -20,8 +20,8 @@ class Arrival:
 
     Attributes:
         due: seconds after the start.
-        tokens: most tokens of the answer.
-        prompt: tokens of the prompt, 0 if unknown.
+        tokens: limit of the answer's length, in tokens.
+        prompt: length of the prompt in tokens, 0 if unknown.
     """
 
     due: float
@@ -83,9 +83,12 @@ def _tokens(row: dict[str, str], field: str, where: str) -> int:
 
 
 def paced(arrivals: Sequence[Arrival], rate: float | None, longest: int) -> list[Arrival]:
-    """Return the arrivals with answers of at most ``longest`` tokens, stretched to ``rate`` per second on average.
+    """Return the same arrivals at another average rate, with shorter limits for long answers.
 
-    ``rate`` None keeps the times.
+    Args:
+        arrivals: at least one arrival, in order of time, the first at 0.
+        rate: average number of arrivals per second; all times are multiplied by one factor. None keeps the times.
+        longest: maximum for the limit of an answer, in tokens. A larger limit is reduced to it; no arrival is removed.
     """
     span = arrivals[-1].due
     stretch = 1.0 if rate is None or not span else (len(arrivals) - 1) / rate / span

@@ -47,18 +47,21 @@ _CODES = {draw: code for code, draw in enumerate(Draw)}
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Draft trees of B sequences with at most N nodes; entries past a sequence's size are undefined.
+    """Draft trees of B sequences with at most N nodes each.
+
+    The root is the last committed token of a sequence and not a node. In tensors [B, N], entries from a sequence's
+    size on are padding with undefined values; ``valid`` is the mask of the nodes.
 
     Attributes:
-        tokens: [B, N] int64, target ids, -1 for padding.
+        tokens: [B, N] int64, target ids.
         columns: [B, N] int64, column of each node's token in its row of ``q``, -1 for none.
-        parents: [B, N] int64, ``ROOT`` for the root's children.
+        parents: [B, N] int64, number of each node's parent, ``ROOT`` for the root's children.
         sizes: [B] int64, number of nodes.
-        q: [E, K], the exact distributions that tokens were drawn from, for all sequences together; None if no token was
-            drawn.
+        q: [E, K], E exact distributions over K columns that tokens were drawn from, for all sequences together; None if
+            no token was drawn.
         q_row: [B, N] int64, the row of ``q`` that a node and its siblings were drawn from, -1 for none.
         support: [K] int64, target ids of the columns, the draft vocabulary; None for the whole vocabulary.
-        draw: [B, N] int8, code of the ``Draw`` of a node and its siblings.
+        draw: [B, N] int8, ``Draw.code`` of the way in which a node and its siblings were chosen.
         source: [B, N] int8, index in ``sources`` of the node's proposer.
         sources: names of proposers.
         q_ids: [E, K] int64, target ids of the columns of sparse distributions, in place of ``support``. They differ
@@ -162,7 +165,7 @@ class DraftBatch:
         return [ids[:size] for ids, size in zip(*to_lists([self.tokens, self.sizes]), strict=True)]
 
     def depths(self) -> Tensor:
-        """Return the depths [B, N] int64: 1 for the root's children, 0 for padding."""
+        """Return the depth of each node, [B, N] int64: 1 for the root's children, 0 for padding."""
         return self.ancestors().sum(-1)
 
     def ancestors(self) -> Tensor:

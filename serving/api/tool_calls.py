@@ -244,6 +244,6 @@ def _decode_name(name: str) -> str:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of ``text`` that is a proper prefix of ``mark``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``mark``; 0 for none."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

@@ -62,10 +62,11 @@ class Admission:
         self.limit, self.taken = limit, 0
 
     def check(self, sequences: int) -> None:
-        """Check that ``sequences`` more sequences fit, before work is done for them.
+        """Check that ``sequences`` more sequences fit, without adding them, before work is done for them.
 
         Raises:
-            ApiError: status 400 if the request alone exceeds the limit; 429 with Retry-After if the queue is full.
+            ApiError: status 400 if the request alone exceeds the limit; 429 with Retry-After if the running and waiting
+                sequences leave too little room.
         """
         if sequences > self.limit:
             raise invalid(f"The request asks for {sequences} choices and this server's limit is {self.limit}.", "n")

@@ -104,13 +104,14 @@ class WayComparison:
     """Comparison of a way with plain decoding.
 
     Attributes:
-        way: name of the way.
+        way: name of the way of decoding.
         greedy: number of greedy answers.
         differences: differences of greedy answers.
         ties: differences with a gap so small that rounding explains them.
         greedy_flips: greedy answers with another label.
         pairs: pairs of sampled answers; None without sampled answers, and for plain decoding itself.
-        rates: shares of labels in the groups, of sampled answers, or of greedy answers without sampled answers.
+        rates: shares of labels in each group of prompts. They count the sampled answers if there are any, otherwise
+            the greedy answers.
         drafted: draft tokens of all answers.
         accepted: accepted draft tokens of all answers.
     """
@@ -143,7 +144,7 @@ class WayComparison:
             yield f"{self.way}: {change}, of {self.pairs.pairs} (p = {self.pairs.p_flips:.2g})"
 
     def figures(self) -> dict[str, Any]:
-        """Return all fields as JSON."""
+        """Return all fields, and the sentences of ``broken`` as a list, for JSON."""
         return {**asdict(self), "broken": list(self.broken)}
 
 

@@ -65,7 +65,7 @@ def _share(counts: np.ndarray, ids: set[int]) -> float:
 
 
 def counts_of(passages: Sequence[Passage], size: int) -> np.ndarray:
-    """Return the frequency of each id, [size]."""
+    """Return the number of occurrences of each token id in the passages, [size]."""
     return np.bincount(np.concatenate([passage.ids for passage in passages]), minlength=size)
 
 
