@@ -221,9 +221,9 @@ def _training_lines(now: Scrape, domain: str) -> list[str]:
 
 def _trial_lines(now: Scrape, domain: str) -> list[str]:
     """Return a line for the latest version while its gain is not certain."""
-    found = now.by("osd_version_speedup", "domain", "version", "bound")
-    versions = {int(version): {b: value for (d, v, b), value in found.items() if (d, v) == (domain, version)}
-                for of, version, _ in found if of == domain}  # fmt: skip
+    speedups = now.by("osd_version_speedup", "domain", "version", "bound")
+    versions = {int(version): {b: value for (d, v, b), value in speedups.items() if (d, v) == (domain, version)}
+                for of, version, _ in speedups if of == domain}  # fmt: skip
     if not versions:
         return []
     number = max(versions)

@@ -83,8 +83,8 @@ def fixed_up_to(config: Any) -> tuple[str, int | None]:
         if kind == "dynamic":
             return kind, trained
         if kind == "longrope":
-            own = part.get("original_max_position_embeddings")
-            return kind, own or getattr(config, "original_max_position_embeddings", None) or trained
+            trained_on = part.get("original_max_position_embeddings")
+            return kind, trained_on or getattr(config, "original_max_position_embeddings", None) or trained
     return rope.get("rope_type", "default"), None
 
 

@@ -17,7 +17,7 @@ from osd.target.files import TargetError, one_line
 _PARTS = (24, 8, 1, 1, 1, 1, 4)
 """Tokens of each forward: a prompt, its second part, single tokens, and a draft that is a chain."""
 
-_FARTHEST = {torch.float32: 0.01, torch.bfloat16: 0.1}
+_FARTHEST = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.1}
 """Largest median distance of a row's logits, as a share of their spread. Models of 27 architectures with random weights
 have up to 1e-5 in float32 and .034 in bfloat16; a convolution that loses its state has .3."""
 
@@ -35,8 +35,8 @@ def check_forward(target: SlotModel, model: nn.Module) -> None:
     Two texts share each forward and are read in parts, as in the engine. The slots hold nothing of value afterwards.
 
     Args:
-        target: at most bfloat16 weights, nothing narrower.
-        model: the same model with the code of transformers; the target's own where that runs this code.
+        target: with weights in bfloat16 or float32.
+        model: the same model with the code of transformers; ``target.model`` itself if it runs this code.
 
     Raises:
         TargetError: the logits differ, or the model's code cannot run over slots.
@@ -44,16 +44,16 @@ def check_forward(target: SlotModel, model: nn.Module) -> None:
     name = type(model).__name__
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(target.vocabulary, (2, min(sum(_PARTS), target.context)), generator=generator).tolist()
-    # Our own layers have read their window already.
+    # Our own layers copied their window when they were made.
     with _short_windows(model) if model is target.model else nullcontext():
         try:
             computed = _slot_logits(target, texts)
         except Exception as error:
             raise TargetError(f"target.source: {name} cannot run on osd's KV slots: {one_line(error)}") from error
         for text, ours in zip(texts, computed, strict=True):
-            own = _own_logits(model, text, "eager")
-            farthest, distance = _FARTHEST[target.dtype], _distance(ours, own)
-            if not distance <= farthest and not distance <= _NOISE * _noise(model, text, own):
+            expected = _own_logits(model, text, "eager")
+            farthest, distance = _FARTHEST[target.dtype], _distance(ours, expected)
+            if not distance <= farthest and not distance <= _NOISE * _noise(model, text, expected):
                 raise TargetError(
                     f"target.source: osd computes {name} differently from transformers (by {distance:.2g} of the "
                     f"spread of its logits, at most {farthest}), so this architecture is not supported"
@@ -81,10 +81,10 @@ def _distance(logits: Tensor, expected: Tensor) -> float:
     return float(distances[min(_PARTS[0], len(distances) - 1) :].median())
 
 
-def _noise(model: nn.Module, text: Sequence[int], own: Tensor) -> float:
+def _noise(model: nn.Module, text: Sequence[int], expected: Tensor) -> float:
     """Return the distance between the logits of two attention kernels of transformers; 0 if it has only one."""
     try:
-        return _distance(_own_logits(model, text, "sdpa"), own)
+        return _distance(_own_logits(model, text, "sdpa"), expected)
     except ValueError:  # of attention that only one kernel supports, such as capped scores
         return 0.0
 

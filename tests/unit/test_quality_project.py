@@ -31,7 +31,7 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
-def test_every_dependency_is_pinned_to_a_version_that_its_range_allows():
+def test_dependencies_are_pinned_within_their_ranges():
     pinned = pins()
     extras = PROJECT["optional-dependencies"]
     for text in (
@@ -47,10 +47,10 @@ def test_every_dependency_is_pinned_to_a_version_that_its_range_allows():
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in pinned.values())
 
 
-def test_what_goes_into_vllms_environment_asks_for_nothing_that_vllm_pins():
+def test_vllm_extra_needs_no_package_that_vllm_pins():
     """The service needs newer ones of some; without its extra pip leaves all of these as they are."""
-    asked = (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["vllm"])
-    assert {Requirement(text).name for text in asked} == {"numpy", "msgspec", "redis"}
+    required = (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["vllm"])
+    assert {Requirement(text).name for text in required} == {"numpy", "msgspec", "redis"}
     assert Requirement(PROJECT["dependencies"][0]).specifier.contains("2.0.0"), "with as many NumPys as there are"
 
 
@@ -117,7 +117,7 @@ def assert_known(expressions: list[str]) -> None:
         assert names <= known, expression
 
 
-def test_prometheus_alerts_only_about_metrics_that_the_service_exports():
+def test_alerts_use_only_metrics_that_the_service_exports():
     prometheus = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
     mounted = [volume.split(":")[0] for volume in compose["services"]["prometheus"]["volumes"]]

@@ -1,4 +1,4 @@
-"""An engine in simulated time: what steps cost and give with drafting and without, while requests come and go."""
+"""Engine in simulated time: seconds and tokens of steps with and without drafting, while requests come and go."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Machine:
     noise: float = 0.08
     wander: float = 0.06
     wander_seconds: float = 90.0
-    after: tuple[float, float] = (0.08, 0.04)  # by which the first plain steps after a drafted one are dearer
+    after: tuple[float, float] = (0.08, 0.04)  # further cost of the first plain steps after a drafted step
     gain: Callable[[float], float] | None = None  # acceptance by the time
-    useless: bool = False  # nothing is ever drafted
+    useless: bool = False  # drafts have no tokens
     candidate: float | None = None  # acceptance of another version
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Machine:
         return self.base * (1 + self.row * (streams + prompts)) + 0.12e-3 * streams
 
     def step(self, drafts: bool, candidate: bool = False) -> Step:
-        """Run one step, after any time in which nothing is there; the ``candidate`` drafts or the stable version."""
+        """Run one step, after the time without requests; the ``candidate`` or the stable version drafts."""
         rng = self._rng
         if not self._left and not self._unread and not math.isinf(self._rate):
             self.now = max(self.now, self._next)
@@ -68,7 +68,7 @@ class Machine:
         accept = self.accept if self.gain is None else self.gain(self.now)
         if self.candidate is not None:
             accept = self.candidate if candidate else accept
-            accept **= 1.3 if self._missed[candidate] else 1.0  # a drafter that has just caught up is less accurate
+            accept **= 1.3 if self._missed[candidate] else 1.0  # a drafter is less accurate directly after it caught up
         tokens = np.ones(streams, int)
         if nodes:
             tokens += np.minimum(np.floor(np.log(1 - rng.random(streams)) / math.log(max(accept, 1e-9))), nodes).astype(
@@ -88,7 +88,7 @@ class Machine:
             self._missed = [missed + int(tokens.sum()) + prompts for missed in self._missed]
         took = cost * math.exp(self._speed + self.noise * rng.standard_normal() - self.noise**2 / 2)
         self._drafted = self._drafted + 1 if drafts else 0
-        if self._drafted > 8:  # what a switch costs is price, not effect
+        if self._drafted > 8:  # the cost of a switch is a price, not an effect
             self.plain_seconds += plain * math.exp(self._speed)
             self.seconds += cost * math.exp(self._speed)
         kept = math.exp(-took / self.wander_seconds)

@@ -1,4 +1,4 @@
-"""Gain of calls of a trained drafter beside recall, on a fake clock."""
+"""Gain of calls of a trained drafter in addition to recall, in simulated time."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_new_version_is_called_at_once() -> None:
 
 @pytest.mark.parametrize("call", [0.0001, 0.0005, 0.001])
 def test_useless_drafter_costs_at_most_half_a_percent(call: float) -> None:
-    """Whatever the certainty of recall; the first hundred calls are its price of being new."""
+    """At every certainty of recall; the first hundred calls are the price of a new drafter."""
     model, gains, draw = costs(call), CallGains(LEVELS), np.random.default_rng(3)
     spent, steps = 0.0, 20_000
     for step in range(steps):
@@ -130,7 +130,7 @@ def test_improved_drafter_is_called_within_thousands_of_steps() -> None:
 
 
 def test_prompts_are_read_again_for_an_improved_drafter() -> None:
-    """Answers of forty tokens behind prompts of two hundred, that take half a step to read."""
+    """Answers of 40 tokens after prompts of 200 tokens, which take half a step to read."""
     model, gains, draw = costs(0.0005, reading=0.0125), CallGains(LEVELS), np.random.default_rng(1)
     spent, made, steps, missed = 0.0, 0, 8000, 0
     for step in range(steps):

@@ -15,7 +15,7 @@ READY = Ready(0, 1000)
 
 
 class Machine:
-    """A target whose forward costs ``base`` and ``slope`` more a row, and a drafter that is right ``rate`` times.
+    """Target whose forward takes ``base`` seconds and ``slope`` more per row, and a drafter that is right at ``rate``.
 
     It keeps what decoding steps teach, as an engine does, and counts tokens and seconds.
     """
@@ -46,7 +46,7 @@ class Machine:
         return equal_drafts(chances, ready, budget, "eagle", (undrafted, coming), riders)
 
     def step(self, plan: list[int], reading: float = 0.0, riders: int = 0) -> None:
-        """Draft, verify and learn; with ``reading`` a hundred tokens are read first."""
+        """Draft, verify and learn; with ``reading`` the drafter reads a hundred tokens first."""
         sizes = [size for size in plan if size]
         rows = len(plan) + sum(size + riders * (1 + size) for size in sizes)
         drafting, kept = self.draft * max(plan, default=0) + reading, 0
@@ -164,7 +164,7 @@ def test_sequence_drafts_only_if_savings_exceed_reading() -> None:
 
 
 def test_few_started_sequences_are_planned_by_themselves() -> None:
-    """All together would share what a draft costs; one that has read everything cannot pay for it alone."""
+    """All sequences together would share the cost of a draft. A single sequence gains too little."""
     machine = Machine(base=30, slope=0.1, draft=6, rate=0.6)
     assert machine.run(8, 600)[-1] > 0
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""What parts of a round cost, on simulated machines."""
+"""Costs of the parts of a step, on simulated machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_measurement_of_zero_seconds_is_ignored() -> None:
 
 
 def test_size_that_was_slow_once_is_used_again() -> None:
-    """Another process takes a core while 8 rows are tried; afterwards only small forwards are seen."""
+    """Another process uses a core while 8 rows are measured; later only small forwards are measured."""
     costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 20.0})
     for _ in range(100):
         costs.observe_forward(8, 30.0)
@@ -59,7 +59,7 @@ def test_size_that_was_slow_once_is_used_again() -> None:
         costs.observe_forward(1, 10.0)
         costs.observe_forward(2, 10.5)
     assert costs.forward(8) / costs.forward(1) == pytest.approx(1.2, abs=0.04)
-    for _ in range(3000):  # what is dear for good is known to be, as long as it is seen
+    for _ in range(3000):  # a permanent cost stays known while it is measured
         costs.observe_forward(1, 10.0)
         costs.observe_forward(8, 20.0)
     assert costs.forward(8) / costs.forward(1) == pytest.approx(2.0, rel=0.1)
@@ -105,7 +105,7 @@ def test_plain_step_has_the_host_work_of_plain_steps() -> None:
 
 
 def test_slow_size_does_not_change_other_measured_sizes() -> None:
-    """Many rows take twice what they took at rest, when other processes run; one row takes no longer."""
+    """With other processes, many rows take twice their idle time; 1 row takes no longer."""
     costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 14.0, 32: 20.0})
     for number in range(400):
         if number % 16 == 0:
@@ -125,7 +125,7 @@ def test_cost_of_a_call_depends_on_its_nodes() -> None:
         model.observe_forward(1, 0.01)
     known = model.calls("a call", 24).tolist()
     assert known == [0.0, *(model.call("a call", nodes) for nodes in range(1, 25))]
-    faded = math.exp(-16 / 700)  # for so many rounds none was made
+    faded = math.exp(-16 / 700)  # after 16 steps without a call
     assert (known[1], known[4], known[20]) == pytest.approx((0.001 * faded, 0.002 * faded, 0.004 * faded))
     for _ in range(64):
         model.observe_levels("eagle", ("a call",), [1], [0.0015], 0)

@@ -1,4 +1,4 @@
-"""The measured speed-up on simulated machines of which the truth is known."""
+"""The measured speed-up on simulated machines with a known speed-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 8000
 
 
 def measured(machine: Machine, steps: int = STEPS) -> tuple[Effect, float]:
-    """What a switchback says of a machine, and the truth."""
+    """Return the effect that a switchback measures on a machine, and the true effect."""
     switchback = Switchback(measure=0.05, max_loss=0.05, seed=machine.seed)
     before, truth = switchback.measured, 0.0
     for _ in range(steps):
@@ -49,7 +49,7 @@ def test_speedup_is_unbiased_and_its_interval_covers_the_truth(machine: dict[str
 
 
 def test_arm_against_itself_has_no_effect():
-    """Drafters that draft nothing: what is left is noise."""
+    """Drafters that draft nothing: the measured effect is noise."""
     results = [measured(Machine(seed=seed, useless=True))[0] for seed in range(RUNS)]
     assert sum(abs(effect.log) < effect.width for effect in results) >= 11
     assert abs(np.mean([effect.log for effect in results])) < 0.002
@@ -73,8 +73,8 @@ def test_interval_is_unknown_before_enough_trials():
     assert 1 < Effect(0.1, 0.01, LEAST_TRIALS).interval[0] < math.exp(0.1)
 
 
-def test_plain_blocks_with_more_streams_and_prompts_do_not_bias_the_speedup():
-    """Steps without noise; the plain ones have twice as many streams, and prompts more often."""
+def test_more_streams_in_plain_blocks_do_not_bias_the_speedup():
+    """Steps without noise; plain steps have twice as many streams, and more prompts."""
     rng, trials = np.random.default_rng(0), []
     plain = took = 0.0
     for _ in range(40):

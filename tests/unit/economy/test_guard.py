@@ -1,4 +1,4 @@
-"""What drafting may lose: by arithmetic, and on simulated machines with drafters that are useless or change."""
+"""The loss budget: by arithmetic, and on simulated machines with drafters that are useless or change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gains_beyond_the_bucket_are_lost():
     assert not budget.allows
 
 
-def test_drafting_returns_when_probes_gain_and_the_bucket_is_half_full():
+def test_drafting_returns_after_probes_gain_and_half_a_refill():
     budget = LossBudget(MAX_LOSS)
     budget.measured(-0.5, 13.0)
     assert not budget.allows
@@ -65,7 +65,7 @@ def test_drafting_returns_when_probes_gain_and_the_bucket_is_half_full():
 def test_loss_of_a_drafter_is_bounded_and_its_gain_is_kept(
     gain: Callable[[float], float], most: float, least: float | None
 ):
-    """``most`` seconds lost in the end, and the ``least`` share kept of what drafting in all steps would gain."""
+    """Drafting loses at most ``most`` seconds and keeps at least the share ``least`` of its possible gain."""
     machine = Machine(load=math.inf, slots=8, gain=gain)
     switchback = Switchback(0.005, MAX_LOSS, seed=0)
     kept = best = 0.0

@@ -1,4 +1,4 @@
-"""StepBudget of a decoding step: nodes that pay at rho, and rho itself."""
+"""Budget of a decoding step: the number of nodes at a given rho, and rho itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_budget_takes_nodes_while_gain_exceeds_price() -> None:
 
 
 def test_budget_looks_beyond_a_jump_in_the_costs() -> None:
-    """The second row costs half a second, the three after it nothing: all or none."""
+    """The second row costs half a second and the next three rows nothing: all or none is best."""
     steps = budget([0.0, 1, 1.5, 1.5, 1.5, 1.5])
     assert steps.best([0.4, 0.4, 0.4, 0.4]) == 4
     assert steps.best([0.4, 0.05]) == 0

@@ -1,4 +1,4 @@
-"""The fund: what useless and useful training costs, and what pauses show."""
+"""The fund: costs of useless and useful training, and the slowdown that pauses measure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measured(log: float, error: float, trials: int = 100) -> Measured:
 
 
 class Service:
-    """A busy core in simulated time, beside which versions of certain gains are learnt and measured."""
+    """Busy core in simulated time, while versions with given gains are trained and measured."""
 
     def __init__(self, gain, seed, drift_every=None, cost=15.0):
         self.fund, self.gain, self.rng, self.cost = Fund(), gain, np.random.default_rng(seed), cost
@@ -127,7 +127,7 @@ def with_version(log: float, error: float, promised: float = 0.05) -> Fund:
     return fund
 
 
-def test_fund_is_a_version_plus_shares_of_time_and_certain_savings():
+def test_fund_is_a_version_plus_shares_of_time_and_savings():
     fund = with_version(0.1, 0.01)
     (version,) = fund.versions
     assert 0 < version.low < 0.1
@@ -169,7 +169,7 @@ def test_slice_is_free_at_price_zero_and_doubles_nothing():
     assert (fund.spent, fund.fruitless) == (0, 0)
 
 
-def test_paid_slice_doubles_the_need_until_a_certain_gain_or_an_alarm():
+def test_paid_slice_doubles_the_need_until_a_gain_or_an_alarm():
     fund = Fund()
     fund.follow(1)
     needs = []

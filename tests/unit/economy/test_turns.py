@@ -1,4 +1,4 @@
-"""Two versions that take turns, on simulated machines of which the truth is known."""
+"""Two versions that take turns, on simulated machines with a known effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.economy.machine import Machine
 STEPS = 3000
 BUSY: dict[str, Any] = {"load": math.inf, "slots": 8}
 COSTS = PlainCosts(np.array([8.0e-3, 8.0e-3 * 0.018 + 0.12e-3, 8.0e-3 * 0.018]))
-"""Of the machine."""
+"""Costs of plain steps of the simulated machine."""
 
 
 def measured(machine: Machine, share: float = 0.5, steps: int = STEPS, costs: PlainCosts | None = None) -> Effect:
@@ -31,7 +31,7 @@ def measured(machine: Machine, share: float = 0.5, steps: int = STEPS, costs: Pl
 
 
 def truth(candidate: float, **machine: Any) -> float:
-    """The effect of a candidate, from runs with either version alone."""
+    """Return the effect of a candidate, from runs with each version alone."""
     logs = []
     for accept in (0.36, candidate):
         alone = [Machine(seed=seed, accept=accept, **machine) for seed in range(12)]
@@ -53,7 +53,7 @@ def truth(candidate: float, **machine: Any) -> float:
     ids=["fitted costs", "known costs", "one stream", "drifting"],
 )
 def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: PlainCosts | None):
-    """At the end in 93 of 100 runs by a fixed interval, and at all looks in 90 by the confidence sequence."""
+    """Zero is inside a fixed interval at the end in 93 of 100 runs, and inside the confidence sequence always in 90."""
     ends, looks, runs = 0, 0, 40
     for seed in range(runs):
         turns, run = Turns(0.5, seed), Machine(seed=seed, candidate=0.36, **machine)
@@ -81,7 +81,7 @@ def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: Pl
     ],
     ids=["better", "worse", "drifting", "fitted costs"],
 )
-def test_effect_of_a_candidate_is_unbiased_and_its_interval_covers_it(
+def test_effect_is_unbiased_and_its_interval_covers_it(
     candidate: float, drift: dict[str, Any], costs: PlainCosts | None, bias: float
 ):
     true = truth(candidate, **BUSY)
@@ -97,7 +97,7 @@ def test_effect_of_a_candidate_is_unbiased_and_its_interval_covers_it(
     ("slots", "candidate", "minutes"), [(1, 0.322, 6), (1, 0.395, 6), (8, 0.316, 0.6), (8, 0.402, 0.6)]
 )
 def test_effect_of_five_percent_is_certain_in_time(slots: int, candidate: float, minutes: float):
-    """Within twice the busy minutes that economy.md gives, in 8 of 10 runs."""
+    """The effect is certain within twice the expected busy minutes in 8 of 10 runs."""
     certain = 0
     for seed in range(10):
         turns, machine = Turns(0.5, seed), Machine(seed=seed, candidate=candidate, load=math.inf, slots=slots)
@@ -112,7 +112,7 @@ def test_effect_of_five_percent_is_certain_in_time(slots: int, candidate: float,
 
 
 def test_reading_missed_tokens_is_not_part_of_the_effect(monkeypatch: pytest.MonkeyPatch):
-    """A candidate that drafts seldom has much to read: without a washout that would look like a loss."""
+    """A candidate with few blocks has many tokens to read. Without a washout this would look like a loss."""
 
     def bias() -> float:
         pairs = [[Machine(seed=seed, candidate=0.4, read=read, **BUSY) for read in (0.04e-3, 0.0)] for seed in range(4)]

@@ -195,7 +195,7 @@ def test_row_is_bitwise_equal_in_a_chunk_and_alone(
     ],
     ids=["more heads", "narrower values", "narrower slots"],
 )
-def test_native_attention_refuses_tensors_that_do_not_fit_its_slots(
+def test_native_attention_refuses_tensors_of_other_sizes(
     spoil: Callable[[Case], Case], native: type[AttentionBackend]
 ) -> None:
     with pytest.raises(ValueError, match="do not fit slots of"):
