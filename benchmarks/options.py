@@ -27,7 +27,7 @@ Parallel = Annotated[int, typer.Option("--streams", min=1, help="Prompts decoded
 After = Annotated[int, typer.Option(min=1, help="Requests of the stream to serve before the measurement.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Maximum number of tokens of each completion.")]
 Turns = Annotated[int, typer.Option(min=1, help="Turns that the medians are taken over.")]
-TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Top-p of the target and the drafter.")]
+TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Share of the most probable tokens that are sampled.")]
 Temperatures = Annotated[
     list[float], typer.Option("--temperature", min=0.01, max=2, help="Repeat the option for more tables.")
 ]

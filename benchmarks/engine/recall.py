@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from benchmarks import engines
-from benchmarks.options import After, Parallel, Prompts, Tokens
+from benchmarks.options import After, Parallel, Prompts, Tokens, TopP
 from benchmarks.streams import TokenTimes, answers_of, decoding_rate, updates_of, wait_until_idle
 from benchmarks.turns import Spread, rotated
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
@@ -46,6 +46,7 @@ def recall(
     prompts: Annotated[int, typer.Option(min=1, help="Number of following prompts to measure on.")] = 32,
     tokens: Tokens = 96,
     temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     json_file: Json = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -72,7 +73,7 @@ def recall(
         setup = RecallSetup.of(settings, directory, drafter)
     engine, longest = setup.engine, settings.engine.context - tokens
     token_ids = engines.encode_short(engine.tokenizer, texts, longest, stream, after + prompts)[: after + prompts]
-    plan = RecallPlan(streams, after, prompts, tokens, SamplingParams(temperature=temperature))
+    plan = RecallPlan(streams, after, prompts, tokens, SamplingParams(temperature=temperature, top_p=top_p))
     waves: list[RecallWave] = []
     with engines.running(engine):
         for wave in serve(setup, token_ids, plan):
@@ -80,7 +81,7 @@ def recall(
             waves.append(wave)
     results = summarize(setup, waves)
     about = {"target": settings.target.source, "stream": stream, "draft": name, "streams": streams, "after": after}
-    about |= {"prompts": prompts, "tokens": tokens, "temperature": temperature, **results.figures()}
+    about |= {"prompts": prompts, "tokens": tokens, "temperature": temperature, "top_p": top_p, **results.figures()}
     typer.echo(json.dumps(about))
     figures = {**about, "waves": [asdict(wave) for wave in waves]}
     conclude(tables(results), figures, json_file, notes=notes(results), stderr=True)
