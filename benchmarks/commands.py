@@ -21,6 +21,7 @@ _BENCH = {
     },
     "Drafters and their training": {
         "engine.recall:recall": "Measure the speed of recall from an empty table on.",
+        "engine.prediction:prediction": "Measure the speed-up by a prediction of the answer.",
         "learning.drafters:drafters": "Compare all kinds of drafters on one stream.",
         "learning.scaling:scaling": "Measure drafters of several sizes along a stream.",
         "completion.completion:completion": "Compare thresholds of completions that stop or leave early.",
