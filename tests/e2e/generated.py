@@ -58,6 +58,8 @@ VALID: dict[str, SearchStrategy[Any]] = {
     "stop": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), max_size=4),
     "n": st.integers(1, 6),
     "timeout": st.floats(0.001, 100),
+    "reasoning_effort": st.sampled_from([None, "none"]),
+    "chat_template_kwargs": st.none() | st.just({}),
     "response_format": st.sampled_from(
         [
             {"type": "text"},

@@ -36,7 +36,7 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
     figures = tmp_path / "drafts.json"
     result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--json", figures)
     assert result.exit_code == 0, result.output
-    assert "everything else is one more token" in result.stdout
+    assert "all other tokens count as" in result.stdout
     assert "4 traces" in result.stdout
     assert "0.500 of the drafted tokens" in result.stdout
     (table,) = json.loads(figures.read_text())["tables"]
