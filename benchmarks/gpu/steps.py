@@ -313,7 +313,15 @@ def recall(run: GpuRun, shape: str) -> dict[str, Any]:
 
 
 def training(run: GpuRun, shape: str) -> dict[str, Any]:
-    """Measure gaps between tokens with and without a training process on the same device, in turns."""
+    """Measure gaps between tokens of eight streams with and without training on the same device, in turns.
+
+    Args:
+        run: options of the measurement.
+        shape: name of the target's size.
+
+    Returns:
+        The figures of ``measure_during_training``.
+    """
     target, drafter = _pair(run, shape, 8)
     traces: list[Any] = []
     engine = Engine(target, make_tokenizer(target.vocab_size), settings_of(8), drafter, 1, traces.append)

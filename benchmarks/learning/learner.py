@@ -51,9 +51,11 @@ class TrainingWork:
 
 
 class OnlineService:
-    """Drafter that serves and learns: each record is drafted for before ``drafter`` is trained on it in place.
+    """Drafter that serves and learns: each record is drafted for before the learner trains on it.
 
-    ``served`` is the drafter in service, ``learner`` trains the other copy, and ``work`` counts the training so far.
+    ``learner`` trains ``drafter`` in place. ``served`` is a copy of it, the drafter in service. It gets the trained
+    weights when they pass the gate, or after each group of records if the recipe has no gate. ``work`` counts the
+    training so far.
     """
 
     def __init__(self, drafter: Trainable, recipe: Recipe, offline: OfflineAcceptance) -> None:
@@ -69,7 +71,17 @@ class OnlineService:
         return self.served.weights()
 
     def serve(self, traces: Sequence[Trace], report: Callable[[int], None] = lambda done: None) -> list[DraftCounts]:
-        """Draft for each record with the weights in service, then learn from it; return the counts of each record."""
+        """Draft for the records and learn from them, in groups of ``Recipe.interval`` records.
+
+        The weights in service draft for all records of a group before the learner gets the group.
+
+        Args:
+            traces: the records.
+            report: is called after each group with the number of records so far.
+
+        Returns:
+            The counts of the drafts of each record.
+        """
         counts: list[DraftCounts] = []
         for first in range(0, len(traces), self._recipe.interval):
             group = traces[first : first + self._recipe.interval]

@@ -180,10 +180,12 @@ class RequestStream:
 
     @classmethod
     def of(cls, streams: Sequence[Iterable[Prompt]], arrivals: Sequence[Arrival], requests: int) -> RequestStream:
-        """Take the first ``requests`` new prompts of each stream, and an arrival for each.
+        """Take the first ``requests`` new prompts of each stream, one stream after the other, with an arrival each.
+
+        A prompt is new if no chosen prompt has the same system prompt and turns. Arrivals are assigned in order.
 
         Raises:
-            TrafficError: there are fewer prompts or arrivals.
+            TrafficError: a stream has fewer new prompts, or there are fewer arrivals than chosen prompts.
         """
         chosen: dict[_PromptKey, Prompt] = {}
         for stream in streams:

@@ -113,7 +113,11 @@ def summarize_pass(
 
 
 def versions(samples: Sequence[ServiceSample], domain: str) -> list[int]:
-    """Return the numbers of the versions in service, in order."""
+    """Return the version numbers that served ``domain``, in the order of the samples.
+
+    A version that stays in service over several samples counts once. A version that returns after a rollback counts
+    again. If the replicas have different versions, a sample has the oldest of them.
+    """
     seen: list[int] = []
     for sample in samples:
         number = sample.versions.get(domain)

@@ -70,7 +70,12 @@ class ModeResult:
         return statistics.median(self.speeds)
 
     def figures(self) -> dict[str, float]:
-        """Return speed, acceptance rate and mean acceptance length over all prompts."""
+        """Return the figures of the mode, by name.
+
+        Returns:
+            ``tokens_per_second``, the median of the speeds of the prompts, each without its first token;
+            ``acceptance_rate`` and ``mean_acceptance_length``, of the drafts of all prompts together.
+        """
         return {
             "tokens_per_second": self.tokens_per_second,
             "acceptance_rate": self.counts.acceptance_rate,

@@ -91,10 +91,12 @@ class AuditLog:
                 logger.error("the outcome of %s %s cannot be written to the audit log: %s", action, entry["id"], error)
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """Return the last ``count`` actions, oldest first, each with its latest outcome.
+        """Return the last ``count`` actions of both files, oldest first, each with its latest outcome.
+
+        Actions are ordered by their start. A missing file and damaged lines are skipped.
 
         Raises:
-            OSError: the log cannot be read.
+            OSError: a file cannot be read.
         """
         entries: dict[str, dict[str, Any]] = {}
         for name in (_OLDER, _LOG):

@@ -188,9 +188,14 @@ class AutoregressiveSession(Session, ABC):
     def chains(
         self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
     ) -> WholeDraft | None:
-        """Return chains of up to ``limits`` tokens, made in one call; None if nodes must be expanded one by one.
+        """Return chains that are made in one call; None if this session must expand the nodes one by one.
 
-        Tokens are drawn with ``draws``, or the most probable ones. A chain keeps its last token; see ``Stop``.
+        Args:
+            slots: slot of each sequence.
+            limits: maximum number of tokens of each chain, 0 for no chain.
+            stop: rule for the end of a chain. The first token with a probability below ``stop.below`` is the last
+                token of its chain.
+            draws: settings and random numbers to draw the tokens; None for the most probable tokens.
         """
         if self.graphs is None or stop.above is not None:
             return None

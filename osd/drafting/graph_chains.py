@@ -83,7 +83,10 @@ class ChainDraws:
         return cls(sampling, noise.uniform(Purpose.DRAFT, index[None]))
 
     def room(self, count: int) -> ChainDraws:
-        """Return buffers for up to ``count`` sequences with the same number of levels and steps."""
+        """Return buffers for the draws of up to ``count`` sequences; ``fill`` replaces their placeholder values.
+
+        They have the same number of levels as these draws, and the same ``SamplingSteps``.
+        """
         sampling = self.sampling.moved(lambda part: part.new_ones(count))
         return ChainDraws(sampling, self.numbers.new_full((count, self.numbers.shape[1]), 0.5))
 

@@ -150,9 +150,9 @@ _TapNorm = Literal["each", "joint", "none"]
 class EagleShape(LayerShape):
     """Shape of an EAGLE drafter; only imported drafters have other values in the last three fields.
 
-    ``tap_norm`` is the norm before the taps are fused: of each tap, or of all taps as one vector. With
-    ``residual_norm`` the residual is the normalised feature. With ``output_norm`` the next step reads the normalised
-    output.
+    ``tap_norm`` is the RMS norm before the taps are fused: of "each" tap, "joint" of all taps as one vector, or "none".
+    With ``residual_norm`` the residual is the normalised feature. With ``output_norm`` the next step reads the
+    normalised output.
     """
 
     intermediate: int
@@ -174,7 +174,11 @@ class EagleShape(LayerShape):
         return (self.tap_norm, self.residual_norm, self.output_norm) == ("each", False, False)
 
     def fused(self, taps: Tensor, weight: Tensor) -> Tensor:
-        """Return tapped states [..., taps * hidden] normalised for the fusing layer, with ``weight`` [taps, hidden]."""
+        """Return the input [..., taps * hidden] float32 of the fusing layer from tapped states of the same shape.
+
+        With ``tap_norm`` "each" or "joint" it is normalised and multiplied by ``weight`` [taps, hidden]. With "none"
+        only its type changes.
+        """
         if self.tap_norm == "none":
             return taps.float()
         if self.tap_norm == "joint":

@@ -64,7 +64,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the engine's thread; requests that have not finished end as cancelled."""
+        """Stop the engine's thread and wait for its end; requests that have not finished end as cancelled."""
         with self._changed:
             self.loop.stopping = True
             self._changed.notify_all()

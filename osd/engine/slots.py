@@ -110,7 +110,15 @@ class SlotManager:
         self._cache.length[slot] = 0
 
     def keep(self, sequences: list[SequenceState], starts: list[int], kept: list[list[int]]) -> None:
-        """Keep the accepted rows of a forward: for each sequence, offsets ``kept`` from its place in ``starts``."""
+        """Keep the accepted rows of a forward, and discard its other rows.
+
+        The accepted rows of a sequence move together, in their order, to the places from its ``starts`` on.
+
+        Args:
+            sequences: all sequences of the forward.
+            starts: first place that the forward wrote, for each sequence.
+            kept: offsets of the accepted rows from that place, ascending, for each sequence.
+        """
         for s, start, offsets in zip(sequences, starts, kept, strict=True):
             self._cache.keep(s.slot, start, offsets)
             s.fed = start + len(offsets)

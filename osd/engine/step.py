@@ -111,7 +111,7 @@ class SequenceOutcome:
 
     @property
     def proposed(self) -> bool:
-        """Whether the draft measures a drafter."""
+        """Whether the draft measures a drafter: it has at least one token and is not ``forced``."""
         return bool(self.tree.tokens) and not self.forced
 
     @property

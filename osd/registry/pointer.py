@@ -39,8 +39,8 @@ class Pointer(RedisClient):
     and ``all`` may use a file content that is up to ``Storage.patience`` seconds old.
 
     Raises:
-        redis.exceptions.RedisError: from every method except ``watch``: the pointer file is missing, and Redis does
-            not answer or holds other data under the key.
+        redis.exceptions.RedisError: from every method except ``all`` and ``watch``: the pointer file is missing, and
+            Redis does not answer or holds other data under the key.
         OSError: from every method except ``watch``: the disk cannot be read or written.
         ValueError: the domain is not a valid name.
     """
@@ -55,7 +55,14 @@ class Pointer(RedisClient):
         return self._get(domain, self._files.read)
 
     def all(self) -> dict[str, Rollout]:
-        """Return the rollouts of all domains that have one."""
+        """Return the rollouts of all domains that have one, by domain.
+
+        If Redis does not answer, or holds other data for a domain without a pointer file, these are the rollouts of the
+        pointer files.
+
+        Raises:
+            redis.exceptions.RedisError: Redis does not answer or holds other data, and no pointer file can be read.
+        """
         durable = {
             domain: _read_durable(domain, self._read_cached)[0] for domain in self._cache.get("", self._files.domains)
         }

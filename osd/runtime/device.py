@@ -115,7 +115,10 @@ def one_core() -> None:
 
 
 def cores(count: int) -> int:
-    """Return the number of cores for a setting of ``count`` threads, where 0 means all that this process may use."""
+    """Return the number of cores for a setting of ``count`` threads.
+
+    It is ``count`` itself, without an upper limit. For 0 it is the number of cores that this process may use.
+    """
     return count or usable_cores()
 
 

@@ -61,7 +61,11 @@ class VersionPulls:
         self.bytes = 0.0
 
     def pull(self, now: float, chance: np.random.Generator) -> np.ndarray:
-        """Return the time [nodes] at which each node has a version that is published ``now``."""
+        """Return the time [nodes], in seconds, at which each node has a version that is published at time ``now``.
+
+        Each node learns of the version after a random delay of up to ``poll_seconds``, drawn from ``chance``. Then it
+        pulls the version as soon as fewer nodes than the limit are pulling.
+        """
         noticed = now + self._poll * chance.random(self._nodes)
         ends = np.empty(self._nodes)
         for node in np.argsort(noticed).tolist():

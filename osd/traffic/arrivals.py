@@ -1,4 +1,4 @@
-"""Arrival times of requests and lengths of their answers: random, or from a recorded trace."""
+"""Arrival times of requests and limits of their answers: random times with one limit, or from a recorded trace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Arrival:
 
 
 def poisson(rate: float, tokens: int, seed: int) -> Iterator[Arrival]:
-    """Yield endless independent arrivals, ``rate`` per second on average."""
+    """Yield endless independent arrivals, ``rate`` per second on average, with exponential times between them.
+
+    Every answer has the same limit of ``tokens``. The same ``seed`` gives the same times.
+    """
     draws = random.Random(seed)  # noqa: S311 - arrival times, not secrets
     due = 0.0
     while True:

@@ -38,7 +38,7 @@ class ExportOrigin:
 class Format(ABC):
     """Format of drafters of a ``kind``: ``config.json`` and a safetensors file named ``weights``.
 
-    Every method raises FormatError for a drafter or a file that the format does not support.
+    Every method except ``recognises`` raises FormatError for a drafter or a file that the format does not support.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Format(ABC):
 
     @abstractmethod
     def recognises(self, config: dict[str, Any]) -> bool:
-        """Return whether a ``config.json`` is in this format."""
+        """Return whether the content of a ``config.json`` is in this format; an unknown content is no error."""
 
     @abstractmethod
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
