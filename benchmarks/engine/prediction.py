@@ -42,10 +42,10 @@ def prediction(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure the speed-up by a prediction of the answer, with recall's table empty.
+    """Measure the speed-up by a prediction of the answer.
 
-    The prediction is the target's own answer with one line of 12 tokens in twenty changed. A useless prediction has
-    2,000 tokens of another text. No answer depends on a prediction, up to rounding on GPUs.
+    Recall's table is empty. The prediction is the target's own answer with one line of 12 tokens in twenty changed. A
+    useless prediction has 2,000 tokens of another text. No answer depends on a prediction, up to rounding on GPUs.
     """
     settings = settings_of(config, overrides)
     check_files(json_file)
