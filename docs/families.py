@@ -36,6 +36,9 @@ _LONGROPE = {
     "long_factor": [2.0 + plane for plane in range(8)], "original_max_position_embeddings": 64,
 }  # fmt: skip
 
+_NOISE = 0.12
+"""Standard deviation of the noise that is added to the initial matrices, so that answers vary."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 16},
@@ -114,13 +117,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Further models: their family, and fields of the configuration."""
 
 
-def make_model(name: str, directory: Path, *, noise: float = 0.12) -> Path:
-    """Write a model of ``FAMILIES`` or ``VARIANTS`` with random weights in float32; return its directory.
+def make_model(name: str, directory: Path) -> Path:
+    """Write a model of ``FAMILIES`` or ``VARIANTS`` with random weights in float32, without a tokenizer.
 
-    Args:
-        name: of the family or variant.
-        directory: to write configuration and weights to; there is no tokenizer.
-        noise: standard deviation of the noise added to the initial matrices, so that answers vary.
+    Returns:
+        The directory.
     """
     kind, fields = VARIANTS.get(name, (name, FAMILIES.get(name, {})))
     torch.manual_seed(0)
@@ -129,7 +130,7 @@ def make_model(name: str, directory: Path, *, noise: float = 0.12) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.add_(torch.randn_like(parameter) * noise)
+                parameter.add_(torch.randn_like(parameter) * _NOISE)
     model.save_pretrained(directory)
     return directory
 

@@ -26,7 +26,7 @@ from osd.target.load import target_directory
 from osd.traffic import load
 
 PLAIN, RECALL, PREDICTED, USELESS = "plain", "without", "prediction", "useless"
-_LINE, _EVERY = 12, 20  # tokens of a line, and lines of which one is changed
+_LINE, _EVERY = 12, 20  # tokens of a line, and number of lines for each changed line
 _USELESS = 2000
 """Tokens of a useless prediction."""
 

@@ -121,7 +121,7 @@ class EarlyExit(TargetHeadDrafter):
 
     @staticmethod
     def usual_taps(layers: int) -> tuple[int, ...]:
-        return ()  # capturing so many layers would slow down services without exits
+        return ()  # capturing all these layers would slow down services without exits
 
     def fields(self) -> dict[str, Any]:
         return super().fields() | {"exits": list(self.exits), "rank": self.down.shape[1]}

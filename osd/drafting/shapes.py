@@ -101,7 +101,7 @@ class LayerShape:
         if kind not in ROPE_TYPES:
             raise DrafterError(f"rope_type is {kind!r}, but must be one of {', '.join(ROPE_TYPES)}")
         try:
-            inverse, _ = self._frequencies
+            inverse, _ = self._frequencies(torch.device("cpu"))
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise DrafterError(f"the {kind} rotary embedding cannot be made: {error!r}") from None
         if 2 * len(inverse) != self.head_dim or not inverse.isfinite().all():
@@ -121,15 +121,14 @@ class LayerShape:
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [..., 1, head_dim] of the rotary embedding at ``positions`` [...]."""
-        inverse, scale = self._frequencies
-        angles = (positions.float()[..., None] * inverse.to(positions.device)).repeat(*([1] * positions.dim()), 2)
+        inverse, scale = self._frequencies(positions.device)
+        angles = (positions.float()[..., None] * inverse).repeat(*([1] * positions.dim()), 2)
         return scale * angles.cos().unsqueeze(-2), scale * angles.sin().unsqueeze(-2)
 
-    @property
-    def _frequencies(self) -> tuple[Tensor, float]:
+    def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
         """[head_dim / 2] angles per position, and the factor of cosines and sines."""
         if self.rope_scaling is None:
-            return self.rope_theta ** -(torch.arange(0, self.head_dim, 2).float() / self.head_dim), 1.0
+            return self.rope_theta ** -(torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim), 1.0
         scaling = self.rope_scaling
         trained = scaling.get("original_max_position_embeddings", 1)
         fields: dict[str, Any] = {
@@ -140,7 +139,7 @@ class LayerShape:
             "max_position_embeddings": round(scaling["factor"] * trained),
         }
         config = PreTrainedConfig(**fields)
-        return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+        return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device)
 
 
 _TapNorm = Literal["each", "joint", "none"]

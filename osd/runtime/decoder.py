@@ -79,12 +79,13 @@ def fixed_up_to(config: Any) -> tuple[str, int | None]:
     rope = getattr(config, "rope_parameters", None) or {}
     # Models with several kinds of layers may have an entry for each kind.
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        kind, trained = part.get("rope_type", "default"), config.max_position_embeddings
+        kind = part.get("rope_type", "default")
         if kind == "dynamic":
-            return kind, trained
+            return kind, config.max_position_embeddings
         if kind == "longrope":
             trained_on = part.get("original_max_position_embeddings")
-            return kind, trained_on or getattr(config, "original_max_position_embeddings", None) or trained
+            trained_on = trained_on or getattr(config, "original_max_position_embeddings", None)
+            return kind, trained_on or config.max_position_embeddings
     return rope.get("rope_type", "default"), None
 
 

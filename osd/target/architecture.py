@@ -64,7 +64,7 @@ def _obstacle(directory: Path) -> tuple[str, str]:
         return text.model_type, one_line(error)
     name = type(model).__name__
     if getattr(model, "_is_stateful", False):
-        return name, "its layers keep a state besides keys and values"
+        return name, "its layers keep further state in addition to keys and values"
     if not getattr(model, "_supports_attention_backend", False):
         return name, "its attention does not go through the interface of transformers"
     if any(part.rpartition(".")[2] == "sinks" for part, _ in model.named_parameters()):

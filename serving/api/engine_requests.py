@@ -82,11 +82,13 @@ class EngineRequests:
         """
         domain = await self._check_limits(body, 1, caller)
         calls = self._tool_format(body)
-        template = self._service.template()
-        if (name := unknown_variable(template, body.variables)) is not None:
+        template, variables = self._service.template(), body.variables
+        if variables.get("reasoning_effort") == "none" and unknown_variable(template, ["reasoning_effort"]):
+            del variables["reasoning_effort"]  # "none" asks nothing of a template without the variable
+        if (name := unknown_variable(template, variables)) is not None:
             param = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
             raise invalid(f"'{param}' is not supported: the model's chat template does not use it.", param)
-        prompt = await self._tokenizing.encode_chat(body.messages, body.callable, body.variables)
+        prompt = await self._tokenizing.encode_chat(body.messages, body.callable, variables)
         form = body.structure if calls is None else body.structure_of(calls)
         most = self._limits.max_completion_tokens
         common = await self._common(body, caller, domain, form)

@@ -321,7 +321,7 @@ class ChatRequest(Generate):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template that the request sets."""
-        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 
     @property

@@ -9,8 +9,8 @@ export const range = ({ log, width }) => `${change(log - width)} to ${change(log
 
 export function cost(training) {
   if (!training) return ["–", "no training yet"];
-  const { cpu_seconds: cpu, beside_seconds: beside, slowed_seconds: slowed } = training;
-  return [seconds(cpu + slowed), `core seconds, ${seconds(beside + slowed)} of them while requests ran`];
+  const { cpu_seconds: cpu, beside_seconds: paid, slowed_seconds: slowed } = training;
+  return [seconds(cpu + slowed), `core seconds, ${seconds(paid + slowed)} of them while requests ran`];
 }
 
 export function gain(account) {

@@ -31,7 +31,7 @@ class NativeAttention(AttentionBackend):
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         count, heads, dim = query.shape
         out = torch.empty_like(query)
-        # The kernel cannot see the size of what it reads and writes.
+        # The kernel gets addresses without sizes, so wrong shapes would corrupt memory.
         if key.shape != value.shape or key.shape != (count, keys.shape[1], keys.shape[3]) or dim != keys.shape[3]:
             shapes = ", ".join(str(list(part.shape[1:])) for part in (query, key, value))
             raise ValueError(

@@ -134,3 +134,9 @@ def test_variable_that_the_template_does_not_use_is_refused(client, service, fie
 
 def test_no_effort_is_accepted_by_every_model(client, service):
     assert client.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": "none"}).status_code == 200
+    assert service.variables[-1] == {}
+
+
+def test_no_effort_reaches_a_template_that_knows_it(client, thinking):
+    assert client.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": "none"}).status_code == 200
+    assert thinking.variables[-1] == {"reasoning_effort": "none"}
