@@ -99,7 +99,7 @@ def expect_as_before(service, eventually):
 
 
 def test_generated_requests_are_answered_or_refused(service, eventually):
-    seen = flood(service, 250)
+    seen = flood(service, 400)
     assert seen[200] > 20
     assert seen[400] > 20
     expect_as_before(service, eventually)
