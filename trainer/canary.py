@@ -220,14 +220,8 @@ class CanaryTrial:
     def figures(self) -> dict[str, Any]:
         """Return the figures of the trial as JSON, for the status and for events."""
         new, old = self._arms[self.version], self._arms[self.stable]
-        effect = None if self.measured is None else self.measured.effect
-        speed: dict[str, Any] = {}
-        if effect is not None:
-            speed = {"pairs": effect.trials, "speed": round(math.exp(effect.log), 4)}
-            if math.isfinite(effect.width):
-                speed["speed_low"], speed["speed_high"] = (round(bound, 4) for bound in effect.interval)
         return {
-            **speed,
+            **speed_figures(None if self.measured is None else self.measured.effect),
             "canary": self.version,
             "requests": new.tested.records,
             "acceptance": round(new.tested.rate, 4),
@@ -244,6 +238,16 @@ class CanaryTrial:
         prior, variance = _EFFECT**2, error**2
         log_term = 2 * math.log(2 / self._risk) + math.log1p(prior / variance)
         return math.sqrt(variance * (1 + variance / prior) * log_term)
+
+
+def speed_figures(effect: Effect | None) -> dict[str, Any]:
+    """Return the measured effect of a version as JSON, for the status and for events; nothing before it is known."""
+    if effect is None:
+        return {}
+    figures: dict[str, Any] = {"pairs": effect.trials, "speed": round(math.exp(effect.log), 4)}
+    if math.isfinite(effect.width):
+        figures["speed_low"], figures["speed_high"] = (round(bound, 4) for bound in effect.interval)
+    return figures
 
 
 def expected_rate(per_depth: list[float]) -> float:

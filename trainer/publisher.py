@@ -277,6 +277,22 @@ class Publisher:
             figures = {"action": judgement.action, "reason": judgement.reason}
             self._reporter.state.canary = {**canary.figures(), **figures}
 
+    def follow_effect(self) -> None:
+        """Take in the measured effect of the version in service, and take the version back if it certainly loses."""
+        parent = self._promotion.parent
+        if parent is None or self.canary is not None:
+            return
+        measured = self._effects.of(self.stable, parent)
+        if measured is None or (effect := measured.effect) is None:
+            return
+        self._measured[self.stable] = measured
+        if effect.log + effect.width >= 0:
+            return
+        try:
+            self._promotion.take_back(effect)
+        except (RedisError, OSError) as error:
+            logger.warning("version %d cannot be taken back now, the next try follows: %s", self.stable, error)
+
     def _scores(self, gate: Gate, baseline: Trainable) -> CachedScorer:
         """Return the scores of the stable version, which are the same for all candidates."""
         number = self._promotion.stable

@@ -1,6 +1,7 @@
 """Rollout of a trained drafter: gate, registry, canary, rollout pointer.
 
     candidate --gate--> version --canary--> stable       (with ``trainer.canary_share`` 0: version --> stable)
+        |                  |                  '--> taken back: certainly slower than its parent
         |                  '--> rolled back: worse, corrupt, or undecided at the time limit
         '--> rejected: stays in the trainer
 
@@ -21,13 +22,14 @@ from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafting.recall.snapshot import Snapshots
 from osd.drafting.trainable import Trainable
+from osd.economy.effect import Effect
 from osd.learning.gate import GateDecision
 from osd.registry.events import Events, Kind
 from osd.registry.lease import Lease
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.retention import retire
 from osd.registry.versions import Registry, Version, VersionError
-from trainer.canary import CanaryTrial, Evidence, Judgement, expected_rate
+from trainer.canary import CanaryTrial, Evidence, Judgement, expected_rate, speed_figures
 from trainer.executor import Build
 
 logger = logging.getLogger(__name__)
@@ -187,6 +189,7 @@ class Promotion:
 
     Attributes:
         stable: the version that candidates are compared with; 0 before the pointer was read.
+        parent: the version that it was trained from; None for the first version, and where the manifest names none.
         watch: the trial of the canary.
     """
 
@@ -196,6 +199,7 @@ class Promotion:
         self.watch = CanaryWatch(versions, settings.canary_seconds)
         self._baseline: Trainable | None = None
         self.stable = 0
+        self.parent: int | None = None
 
     @property
     def baseline(self) -> Trainable | None:
@@ -281,7 +285,7 @@ class Promotion:
             return pointer_moved
         if not share:
             self._baseline.load_weights(candidate.weights())
-            self.stable = number
+            self.stable, self.parent = number, self.stable
         return CandidateOutcome(decision, number)
 
     def _deploy(self, number: int, before: Rollout | None, share: float, manifest: dict[str, Any]) -> bool:
@@ -346,10 +350,31 @@ class Promotion:
             self.load_stable()
         return judgement
 
+    def take_back(self, effect: Effect) -> None:
+        """Put the parent of the stable version in service again, as the ``effect`` of the stable version is a loss.
+
+        Nothing happens if an operator has pinned the version, another process has moved the pointer, or the parent has
+        been removed.
+
+        Raises:
+            redis.exceptions.RedisError: Redis is down; the pointer was not moved.
+            OSError: the disk cannot be written; the pointer was not moved.
+        """
+        versions, rollout, number, parent = self.versions, self.versions.rollout(), self.stable, self.parent
+        moved = rollout is None or rollout.pinned or (rollout.stable, rollout.canary) != (number, None)
+        if moved or parent not in versions.registry.numbers(versions.domain):
+            return
+        if not versions.move_pointer(rollout, Rollout(stable=parent, canary=None, share=0.0, changed=time.time())):
+            return
+        reason = f"slower: speed {effect.percent} against version {parent}"
+        versions.record_event("rolled_back", parent, previous=number, reason=reason, **speed_figures(effect))
+        logger.info("version %d, roll_back: %s", number, reason)
+        self.load_stable()
+
     def _set_baseline(self, version: Version) -> None:
         baseline = self._build(version.config)
         baseline.load_weights(version.weights)
-        self._baseline, self.stable = baseline, version.number
+        self._baseline, self.stable, self.parent = baseline, version.number, version.manifest.get("parent")
 
 
 def _waiting(reason: str) -> CandidateOutcome:

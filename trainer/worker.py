@@ -172,6 +172,7 @@ class Worker:
         if self._ready(learner):
             self._train(learner)
         self.publisher.decide_canary()
+        self.publisher.follow_effect()
         if self.publisher.due(learner):
             self._set_state("training", "evaluating a candidate")
             if self.publisher.propose(learner):

@@ -26,6 +26,8 @@ At a share of 0.1 it would bias the effect by 12 to 70 points (simulated, 1 to 6
 the first step is left out. Three more are left out for drafters that are not called in every step.
 """
 
+_WIDTH = 0.01  # half an interval, below which an effect is known well enough
+_LONGEST_SECONDS = 600.0  # of counted steps, after which no more is spent on an effect that is still uncertain
 _MOST_PAIRS = 512  # beyond, neighbours are joined, which changes neither the estimate nor its error
 _FEW, _SELDOM = (
     24,
@@ -67,6 +69,14 @@ class Turns:
         if self._paired and not self._blocks:
             self._end(costs)
         self._next()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the effect is certain, or known well enough, or has been measured for long."""
+        effect, measured = self.measured.effect, self.measured
+        if effect is None:
+            return False
+        return effect.width < max(abs(effect.log), _WIDTH) or measured.drafted + measured.plain > _LONGEST_SECONDS
 
     def interrupt(self) -> None:
         """Begin a pair again: other steps came between its blocks, such as those of plain decoding."""

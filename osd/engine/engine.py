@@ -165,7 +165,7 @@ class Engine:
 
     @property
     def comparisons(self) -> dict[str, Comparison]:
-        """Measured effect of each domain's canary against its stable version."""
+        """Measured effects of versions, by domain: of a canary, or of the stable version over an earlier one."""
         return {} if self.pool is None else self.pool.comparisons()
 
     @property

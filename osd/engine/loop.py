@@ -132,7 +132,7 @@ class DecodeLoop:
         try:
             with self.changed:
                 self._swap()
-                self.scheduler.follow_canaries()
+                self.scheduler.follow_alternates()
                 self._cancel(self.scheduler.with_ids(self.cancelled))
                 self.cancelled.clear()
                 self.scheduler.reserve_memory()
@@ -215,17 +215,20 @@ class DecodeLoop:
             self.counters.count_seconds(outcome, seconds)
 
     def _compare_versions(self, outcome: StepOutcome, seconds: float) -> None:
-        """Add the step to the trials of canaries that took part in it."""
-        canaries = [result.sequence.canary for result in outcome.sequences]
+        """Add the step to the comparisons of versions that took part in it."""
+        alternates = {result.sequence.alternate for result in outcome.sequences} - {None}
+        if self.pool is None or not alternates:
+            return
         switchback = self.planner.switchback
         drafts = self.speculate and (switchback is None or switchback.drafts)
         costs = None if switchback is None else switchback.costs
-        for turns in {canary.turns for canary in canaries if canary is not None}:
+        for turns in {alternate.turns for alternate in alternates if alternate is not None}:
             step = measured_step(outcome, seconds, drafts)
             if not drafts:
                 turns.interrupt()
             elif not outcome.exceptional:
                 turns.observe(step, costs)
+        self.pool.settle()
 
     def _settle(self, result: SequenceOutcome, s: SequenceState) -> None:
         """Send the outcome of a step to the client and the trace of a sequence, and release it if it has finished."""

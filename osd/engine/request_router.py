@@ -62,9 +62,9 @@ class RequestRouter:
             drafters = self._pool.choose(s.domain)
         s.start_drafting(drafters.stable)
         drafters.stable.commit(s.slot, unrouted.tokens, states)
-        if drafters.canary is not None:
-            s.join_trial(drafters.canary, states)
-        drafter = s.drafter or drafters.stable
+        if drafters.alternate is not None:
+            s.join_comparison(drafters.alternate, states)
+        drafter = s.recorded or drafters.stable
         if s.trace is not None and s.learner is not None and s.learner.needs != drafter.needs:
             s.trace.forget_states()
             s.trace.feed(drafter.hidden(states))

@@ -115,26 +115,26 @@ class Scheduler:
             s.unrouted = RoutingBuffer()
             return
         s.start_drafting(pool.choose(s.routed.pick.drafter if s.routed else s.domain).stable)
-        self._update_trial(s, pool)
-        s.learner = s.drafter
+        self._update_alternate(s, pool)
+        s.learner = s.recorded
 
-    def follow_canaries(self) -> None:
-        """Let running sequences join trials that began, and leave trials that ended."""
+    def follow_alternates(self) -> None:
+        """Let running sequences join comparisons that began, and leave comparisons that ended."""
         pool = self._pool
         if pool is None or pool.version_changes == self._version_changes:
             return
         self._version_changes = pool.version_changes
         for s in self.running:
-            self._update_trial(s, pool)
+            self._update_alternate(s, pool)
 
-    def _update_trial(self, s: SequenceState, pool: DrafterPool) -> None:
-        """Let a sequence take part in the trial of its stable drafter, and in no other."""
-        canary = None if s.stable is None else pool.canary_of(s.stable)
-        if canary is s.canary:
+    def _update_alternate(self, s: SequenceState, pool: DrafterPool) -> None:
+        """Let a sequence take part in the comparison of its stable drafter, and in no other."""
+        alternate = None if s.stable is None else pool.alternate_of(s.stable)
+        if alternate is s.alternate:
             return
-        s.leave_trial()
-        if canary is not None:
-            s.join_trial(canary, self._slots.states(s.slot, 0, s.delivered))
+        s.leave_comparison()
+        if alternate is not None:
+            s.join_comparison(alternate, self._slots.states(s.slot, 0, s.delivered))
 
     def plan(self, speculate: bool) -> StepPlan:
         """Return the plan of the next step: for each sequence a draft, or the next part of its prompt.

@@ -24,7 +24,7 @@ from osd.routing.router import Pick
 from osd.verification.penalties import WithheldTokens
 
 if TYPE_CHECKING:
-    from osd.engine.pool import ActiveDrafter, CanaryDrafter
+    from osd.engine.pool import ActiveDrafter, AlternateDrafter
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class SequenceState:
         step: number of the decoding step, counted for this sequence.
         last_drafted_step: last value of ``step`` with a draft whose size the planner chose; -1 for none.
         drafter: current drafter; None while the sequence decodes plainly or is not routed. It is either ``stable`` or
-            the drafter of ``canary``. During a trial of a canary both are open for this sequence and alternate.
+            the drafter of ``alternate``. During a comparison of versions both are open for this sequence.
         learner: drafter whose drafts and states the trace records.
         unrouted: tokens and states to give to the drafter once the router has chosen it; None once routed.
         routed: decision of the router; None if there was none.
@@ -105,7 +105,7 @@ class SequenceState:
         self.last_drafted_step = -1
         self.drafter: ActiveDrafter | None = None
         self.stable: ActiveDrafter | None = None
-        self.canary: CanaryDrafter | None = None
+        self.alternate: AlternateDrafter | None = None
         self._other_turn = self.last_drafted_step, self.limit  # of the drafter that does not draft now
         self.learner: ActiveDrafter | None = None
         self.unrouted: RoutingBuffer | None = None
@@ -203,8 +203,13 @@ class SequenceState:
     @property
     def drafters(self) -> list[ActiveDrafter]:
         """Drafters that are open for this sequence."""
-        both = self.stable, None if self.canary is None else self.canary.drafter
+        both = self.stable, None if self.alternate is None else self.alternate.drafter
         return [drafter for drafter in both if drafter is not None]
+
+    @property
+    def recorded(self) -> ActiveDrafter | None:
+        """Drafter that a new trace records: the one whose turn it is, but never a reference."""
+        return self.stable if self.alternate is not None and self.alternate.reference else self.drafter
 
     def start_drafting(self, drafter: ActiveDrafter) -> None:
         """Draft with a stable ``drafter`` from now on."""
@@ -217,33 +222,33 @@ class SequenceState:
         origin = Origin(request.id, request.client, request.teaches, request.tenant, above, request.prediction)
         drafter.open(self.slot, self.tokens[0], origin)
 
-    def join_trial(self, canary: CanaryDrafter, states: Tensor | None) -> None:
-        """Let the ``canary`` draft in turns with the stable drafter; if that is impossible, keep the stable one.
+    def join_comparison(self, alternate: AlternateDrafter, states: Tensor | None) -> None:
+        """Let the ``alternate`` draft in turns with the stable drafter; if that is impossible, keep the stable one.
 
         Requests with a controller never join, because one controller has to judge the whole text.
 
         Args:
-            canary: of the sequence's domain.
+            alternate: of the sequence's domain.
             states: [delivered, taps * hidden] of the target before each token so far; None if they were not kept.
         """
-        drafter = canary.drafter
+        drafter = alternate.drafter
         if self.request.controller is not None or (self.delivered and states is None and drafter.needs.taps):
             return
         try:
             self._open(drafter)
-            self.canary = canary
+            self.alternate = alternate
             if self.delivered:
                 drafter.commit(self.slot, self.tokens[1 : self.delivered + 1], states)
         except Exception:
-            log.exception("request %s cannot join the trial of version %d", self.request.id, drafter.version)
-            self.leave_trial()
+            log.exception("request %s cannot alternate with version %d", self.request.id, drafter.version)
+            self.leave_comparison()
         self.take_turn()
 
-    def leave_trial(self) -> None:
+    def leave_comparison(self) -> None:
         """Draft with the stable drafter only."""
-        if self.canary is None:
+        if self.alternate is None:
             return
-        drafter, self.canary = self.canary.drafter, None
+        drafter, self.alternate = self.alternate.drafter, None
         self._draft_with(self.stable)
         self._other_turn = -1, self.policy.growth.first_limit
         try:
@@ -253,8 +258,8 @@ class SequenceState:
 
     def take_turn(self) -> None:
         """Select the drafter whose turn it is."""
-        if self.canary is not None:
-            self._draft_with(self.canary.drafter if self.canary.turns.candidate else self.stable)
+        if self.alternate is not None:
+            self._draft_with(self.alternate.drafter if self.alternate.drafts else self.stable)
 
     def _draft_with(self, drafter: ActiveDrafter | None) -> None:
         if drafter is not self.drafter:
@@ -270,7 +275,7 @@ class SequenceState:
     def preempt(self) -> None:
         """Give up slot and drafters until the sequence is admitted again."""
         self.slot, self.fed, self.delivered, self.last_drafted_step = -1, 0, 0, -1
-        self.drafter = self.stable = self.canary = self.unrouted = None
+        self.drafter = self.stable = self.alternate = self.unrouted = None
         self._other_turn = -1, self.policy.growth.first_limit
         self.preempted = True
 

@@ -108,7 +108,7 @@ class DomainEffects(msgspec.Struct, frozen=True):
     """Measured effects of a domain's drafter versions in one replica.
 
     Attributes:
-        comparison: the version on trial against the stable version; None without a trial.
+        comparison: the version on trial against the stable version, or that against the version before; None without.
     """
 
     comparison: Comparison | None = None

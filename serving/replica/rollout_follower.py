@@ -116,10 +116,10 @@ class Uptake:
     _seconds: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, seconds: float) -> None:
-        """Count a version that took ``seconds`` CPU seconds to read, check and stage."""
+    def add(self, seconds: float, versions: int = 1) -> None:
+        """Count versions that took ``seconds`` CPU seconds to read, check and stage, 0 for references of others."""
         with self._lock:
-            self._versions += 1
+            self._versions += versions
             self._seconds += seconds
 
     def per_version(self, swaps: int, stall: float) -> float:
@@ -288,6 +288,18 @@ class DomainFollower:
         self._retries.pop(number, None)
         logger.info("drafter version %d is in service and replaces version %d", number, before)
         self._context.events.try_add("swapped", self._domain, number, previous=before)
+        if 0 < before < number != self._handle.canary_version and self._context.settings.economy.measure:
+            self._refer(before)
+
+    def _refer(self, number: int) -> None:
+        """Compare the stable version with ``number``, the version before; without it the effect is not measured."""
+        began = time.thread_time()
+        try:
+            version = self._context.registry.load(self._domain, number)
+            self._handle.refer(number, version.weights, self._context.cache.of(version.config))
+        except Exception as error:  # an error of one version must not end the thread that loads the next version
+            logger.warning("the effect of the new version of %s is not measured: %s", self._domain, error)
+        self._context.uptake.add(time.thread_time() - began, versions=0)
 
     def _follow_canary(self, rollout: Rollout) -> None:
         number, running = rollout.canary, self._handle.canary_version

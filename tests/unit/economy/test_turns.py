@@ -12,6 +12,7 @@ import pytest
 
 from osd.economy import turns as module
 from osd.economy.effect import Effect, PlainCosts, Step
+from osd.economy.report import Measured
 from osd.economy.turns import BLOCK, Turns
 from tests.unit.economy.machine import Machine
 
@@ -21,7 +22,7 @@ COSTS = PlainCosts(np.array([8.0e-3, 8.0e-3 * 0.018 + 0.12e-3, 8.0e-3 * 0.018]))
 """Costs of plain steps of the simulated machine."""
 
 
-def measured(machine: Machine, share: float = 0.5, steps: int = STEPS, costs: PlainCosts | None = None) -> Effect:
+def effect_on(machine: Machine, share: float = 0.5, steps: int = STEPS, costs: PlainCosts | None = None) -> Effect:
     turns = Turns(share, machine.seed)
     for _ in range(steps):
         turns.observe(machine.step(True, turns.candidate), costs)
@@ -85,7 +86,7 @@ def test_effect_is_unbiased_and_its_interval_covers_it(
     candidate: float, drift: dict[str, Any], costs: PlainCosts | None, bias: float
 ):
     true = truth(candidate, **BUSY)
-    effects = [measured(Machine(seed=seed, candidate=candidate, **BUSY, **drift), costs=costs) for seed in range(40)]
+    effects = [effect_on(Machine(seed=seed, candidate=candidate, **BUSY, **drift), costs=costs) for seed in range(40)]
     errors = np.array([effect.log - true for effect in effects])
     mean_error = np.mean([effect.error for effect in effects])
     print(f"truth {true:+.4f}, bias {errors.mean():+.4f}, standard error {mean_error:.4f}")
@@ -116,7 +117,7 @@ def test_reading_missed_tokens_is_not_part_of_the_effect(monkeypatch: pytest.Mon
 
     def bias() -> float:
         pairs = [[Machine(seed=seed, candidate=0.4, read=read, **BUSY) for read in (0.04e-3, 0.0)] for seed in range(4)]
-        return float(np.mean([measured(reads, 0.1).log - measured(reads_not, 0.1).log for reads, reads_not in pairs]))
+        return float(np.mean([effect_on(reads, 0.1).log - effect_on(reads_not, 0.1).log for reads, reads_not in pairs]))
 
     assert abs(bias()) < 0.003
     monkeypatch.setattr(module, "WASHOUT", 0)
@@ -178,9 +179,28 @@ def test_steps_without_a_stream_do_not_count():
 
 
 def test_joined_pairs_keep_the_estimate_and_its_error(monkeypatch: pytest.MonkeyPatch):
-    kept = measured(Machine(seed=1, candidate=0.42, **BUSY), steps=40 * 2 * BLOCK)
+    kept = effect_on(Machine(seed=1, candidate=0.42, **BUSY), steps=40 * 2 * BLOCK)
     monkeypatch.setattr(module, "_MOST_PAIRS", 16)
-    joined = measured(Machine(seed=1, candidate=0.42, **BUSY), steps=40 * 2 * BLOCK)
+    joined = effect_on(Machine(seed=1, candidate=0.42, **BUSY), steps=40 * 2 * BLOCK)
     assert joined.trials == kept.trials >= 32
     assert joined.log == pytest.approx(kept.log, abs=1e-3)
     assert joined.error == pytest.approx(kept.error, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("measured", "settled"),
+    [
+        (Measured(), False),
+        (Measured(11, 50.0, 60.0, 0.01), False),
+        (Measured(40, 50.0, 60.0, 0.01), True),
+        (Measured(40, 50.0, 45.0, 0.01), True),
+        (Measured(40, 50.0, 50.0, 1.0), False),
+        (Measured(40, 50.0, 50.1, 0.001), True),
+        (Measured(40, 320.0, 320.0, 900.0), True),
+    ],
+    ids=["nothing", "few pairs", "better", "worse", "uncertain", "no effect", "long"],
+)
+def test_result_is_known_when_certain_narrow_or_long_measured(measured: Measured, settled: bool):
+    turns = Turns(0.75, 0)
+    turns.measured = measured
+    assert turns.settled is settled

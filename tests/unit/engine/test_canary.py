@@ -1,4 +1,4 @@
-"""Trials of a canary, which drafts in turns with the stable version."""
+"""Comparisons of versions that draft in turns: of a canary or an earlier version with the stable version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from osd.drafting.mixed import Mixed
 from osd.drafting.session import Origin
 from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
-from osd.economy.turns import BLOCK
+from osd.economy.turns import BLOCK, Turns
 from osd.engine.policy import Policy
 from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import SequenceState
@@ -110,7 +110,7 @@ def test_canary_joins_and_leaves_running_requests_at_once(
 
         def look() -> None:
             drafted = client.engine.counters().by_version.get(("general", 2))
-            users = 0 if domain.canary is None else domain.canary.drafter.users
+            users = 0 if domain.alternate is None else domain.alternate.drafter.users
             seen.append((0 if drafted is None else drafted.rounds, users))
 
         acts = {3: lambda: handle.try_canary(ALL, weights), 8: look, 15: handle.end_canary, 18: look, 24: look}
@@ -139,7 +139,7 @@ def test_promoted_canary_session_is_freed_after_its_last_user(
     with running(target_dir, kind, traces=traces, bucketed=bucketed) as client:
         handle, pool = client.engine.drafters("general"), client.engine.pool
         handle.try_canary(ALL, weights)
-        session = weakref.ref(pool.domains["general"].canary.drafter.session)
+        session = weakref.ref(pool.domains["general"].alternate.drafter.session)
         acts = {3: lambda: handle.stage(2, weights), 6: handle.end_canary}
         client.submit("first", first, 100, ignore_eos=True, capture=True, acts=acts)
         client.submit("second", second, 60, ignore_eos=True, capture=True)
@@ -345,3 +345,70 @@ def test_request_policy_applies_to_both_versions(target_dir: Path, oracle: Oracl
         client.submit("r", prompt, 100, ignore_eos=True, policy=Policy.of(ChainSettings(depth=2)))
         assert client.wait()["r"].tokens == oracle.greedy(prompt, 100)
         assert {version for _, version in client.settled().by_version} == {1, 2}
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0], ids=["no effect", "better"])
+def test_stable_version_is_compared_with_an_earlier_one(
+    target_dir: Path, oracle: Oracle, noise: float, uses: Counter[tuple[int, int]]
+) -> None:
+    traces: list[Trace] = []
+    texts, drafter = prompts([9, 4, 17, 30], seed=4), make_drafter("eagle", target_dir)
+    with running(target_dir, "eagle", traces=traces) as client:
+        client.engine.stage(2, drafter.weights())
+        client.swapped_to(2)
+        handle = client.engine.drafters("general")
+        handle.refer(1, with_noise(drafter.weights(), noise))
+        for turn in range(8):
+            assert tokens_of(client.ask(texts, 90, f"{turn}-{{}}", capture=True)) == oracle.all(texts, 90)
+        counters, comparison = client.settled(), client.engine.comparisons["general"]
+        assert client.engine.canary_version is None
+    newer, older = (counters.by_version["general", version] for version in (2, 1))
+    assert newer.rounds > older.rounds > 0
+    assert (comparison.candidate, comparison.stable) == (2, 1)
+    effect = comparison.measured.effect
+    assert effect is not None
+    assert not noise or effect.log > 0, "the effect is of the newer version"
+    assert {trace.drafter_version for trace in traces} == {2}, "no trace shows an earlier version"
+    assert set(uses.values()) == {0}
+
+
+def test_comparison_ends_when_its_result_is_known(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled = False
+    monkeypatch.setattr(Turns, "settled", property(lambda _: settled))
+    weights = weights_of("eagle", target_dir)
+    with running(target_dir, "eagle") as client:
+        pool, handle = client.engine.pool, client.engine.drafters("general")
+        client.engine.stage(2, weights)
+        client.swapped_to(2)
+        handle.refer(1, weights)
+        client.ask(prompts([5, 9]), 60)
+        assert pool.domains["general"].alternate is not None
+        settled = True
+        client.ask(prompts([5, 9]), 60, "again-{}")
+        assert pool.domains["general"].alternate is None
+        comparison = client.engine.comparisons["general"]
+        assert (comparison.candidate, comparison.stable) == (2, 1)
+        client.engine.stage(3, weights)
+        client.swapped_to(3)
+        assert client.engine.comparisons == {}, "the comparison was of the version before"
+
+
+def test_swap_and_canary_end_a_comparison_with_a_reference(target_dir: Path) -> None:
+    weights = weights_of("eagle", target_dir)
+    with running(target_dir, "eagle") as client:
+        handle = client.engine.drafters("general")
+        client.engine.stage(2, weights)
+        client.swapped_to(2)
+        handle.refer(1, weights)
+        client.engine.stage(3, weights)
+        client.swapped_to(3)
+        assert client.engine.comparisons == {}
+        handle.refer(2, weights)
+        with pytest.raises(ValueError, match="no canary of version 2"):
+            handle.try_canary(HALF, None)
+        handle.end_canary()
+        assert client.engine.comparisons["general"].stable == 2, "a reference is no canary"
+        handle.try_canary(Rollout(3, 4, 0.5, 1.0), weights)
+        assert client.engine.canary_version == 4
+        handle.refer(2, weights)
+        assert client.engine.canary_version == 4, "a reference never replaces a canary"

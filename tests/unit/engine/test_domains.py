@@ -81,8 +81,8 @@ def test_swap_and_canary_affect_only_their_domain(target_dir: Path) -> None:
         assert (code.drafter_version, code.canary_version) == (8, 9)
         assert (general.drafter_version, general.canary_version) == (1, None)
         assert client.engine.drafter_version == 1
-        assert pool.choose("code").canary.drafter.version == 9
-        assert pool.choose("general").canary is None
+        assert pool.choose("code").alternate.drafter.version == 9
+        assert pool.choose("general").alternate is None
 
 
 def test_drop_idle_drops_the_least_recently_used_domain(target_dir: Path) -> None:

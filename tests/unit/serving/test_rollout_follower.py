@@ -143,6 +143,7 @@ class ScriptedEngine:
 
     def __init__(self, misfits=(), unswapped=0):
         self.misfits, self.staged, self.shares, self.unswapped = misfits, [], [], unswapped
+        self.references = []
 
     def stage(self, number, weights, drafter):
         self.staged.append(number)
@@ -164,6 +165,9 @@ class ScriptedEngine:
     def end_canary(self):
         self.canary_version = None
         self.shares.append((None, 0.0, self.drafter_version))
+
+    def refer(self, number, weights, drafter=None):
+        self.references.append((number, self.drafter_version))
 
 
 def watch(settings, registry, engine, events, *rollouts, until=None, unreadable=False, refused=(), cache=None):
@@ -200,13 +204,43 @@ def test_new_version_is_swapped_in_and_reported(settings, registry):
     assert watcher.rejected == 0
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "measure", "references"),
+    [
+        ([at(1), at(3), at(4)], 0.005, [(1, 3), (3, 4)]),
+        ([at(1), at(3), at(4)], 0.0, []),
+        ([at(3), at(1)], 0.005, [(1, 3)]),
+        ([at(1), at(1, 3), at(3)], 0.005, []),
+        ([at(3), at(4, changed=2.0)], 0.005, [(1, 3), (3, 4)]),
+    ],
+    ids=["new versions", "without measuring", "rollback", "promoted canary", "next version"],
+)
+def test_new_version_is_compared_with_the_one_before(settings, registry, initial, rollouts, measure, references):
+    registry.publish(settings.domain, initial.weights(), initial.config(), {})
+    settings = settings.model_copy(update={"economy": settings.economy.model_copy(update={"measure": measure})})
+    engine = ScriptedEngine()
+    watch(settings, registry, engine, RecordingEvents(), *rollouts)
+    assert engine.references == references
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["initial weights", "damaged"])
+def test_unreadable_version_before_leaves_the_effect_unmeasured(settings, registry, before):
+    engine, events = ScriptedEngine(), RecordingEvents()
+    engine.drafter_version = before
+    watcher = watch(settings, registry, engine, events, at(3))
+    assert engine.references == []
+    assert (events.events, watcher.rejected) == ([("swapped", 3)], 0)
+
+
 def test_uptake_adds_cpu_time_and_stalled_cores():
     uptake = Uptake(cores=4)
     assert uptake.per_version(swaps=0, stall=0.0) == 0.0
     uptake.add(0.3)
     uptake.add(0.1)
     assert uptake.per_version(swaps=0, stall=0.0) == pytest.approx(0.2)
-    assert uptake.per_version(swaps=10, stall=0.5) == pytest.approx(0.2 + 4 * 0.05)
+    uptake.add(0.2, versions=0)
+    assert uptake.per_version(swaps=0, stall=0.0) == pytest.approx(0.3)
+    assert uptake.per_version(swaps=10, stall=0.5) == pytest.approx(0.3 + 4 * 0.05)
 
 
 def test_uptake_counts_only_loaded_versions(settings, registry):
@@ -308,7 +342,7 @@ def test_unreadable_version_is_retried_with_longer_pauses(settings, registry, sh
     watcher = watch(settings, flaky, engine, events, at(3), until=lambda: events.events)
     assert events.events == [("swapped", 3)]
     assert watcher.rejected == 0
-    pauses = [after - before for before, after in itertools.pairwise(flaky.tries)]
+    pauses = [after - before for before, after in itertools.pairwise(flaky.tries[:5])]
     assert len(pauses) == 4
     assert all(pause >= 0.01 * 2**number for number, pause in enumerate(pauses))
 

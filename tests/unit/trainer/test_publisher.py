@@ -171,6 +171,28 @@ def test_trial_effect_reaches_the_fund_and_the_report(parts):
     assert parts.reporter.trial is None
 
 
+BETTER, WORSE, UNCERTAIN = (Measured(40, 100.0, plain, 0.25) for plain in (110.0, 90.0, 99.0))
+
+
+@pytest.mark.parametrize(("measured", "loses"), [(BETTER, False), (WORSE, True), (UNCERTAIN, False)])
+def test_version_in_service_is_taken_back_when_it_loses(parts, measured, loses):
+    parts.promotion.parent, parts.promotion.watch.canary = 7, None
+    parts.promotion.stable, parts.effects.of.return_value = 8, measured
+    parts.publisher.follow_effect()
+    parts.effects.of.assert_called_once_with(8, 7)
+    assert parts.promotion.take_back.call_args_list == ([((measured.effect,),)] if loses else [])
+    parts.publisher.update_reports()
+    parts.reporter.fund.measure.assert_called_with({8: measured})
+
+
+def test_version_is_taken_back_when_redis_answers_again(parts):
+    parts.promotion.watch.canary, parts.effects.of.return_value = None, WORSE
+    parts.promotion.take_back.side_effect = [RedisConnectionError("gone"), None]
+    for _ in range(2):
+        parts.publisher.follow_effect()
+    assert parts.promotion.take_back.call_count == 2
+
+
 @pytest.mark.parametrize("measured", [None, Measured(), Measured(3, 100.0, 110.0, 0.25)])
 def test_trial_without_enough_pairs_has_no_interval(measured):
     canary = CanaryTrial(2, 1, 0.5, 1e9)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
 from osd.drafting.recall.snapshot import Snapshots
+from osd.economy.effect import Effect
 from osd.learning.batch import collate
 from osd.learning.gate import Gate
 from osd.recall.reference import PlainBackend
@@ -29,7 +31,7 @@ class FakeRedis(Events):
     def __init__(self, *answers):
         self.answers = list(answers)
         self.moves = []
-        self.events, self.recalled, self.costs = [], [], []
+        self.events, self.recalled, self.costs, self.reasons = [], [], [], []
 
     def get(self, domain):
         if self.moves:
@@ -49,6 +51,7 @@ class FakeRedis(Events):
         self.events.append((kind, version))
         self.recalled.append(figures.get("recall"))
         self.costs.append(figures.get("core_seconds"))
+        self.reasons.append(figures.get("reason"))
 
 
 def make_promotion(registry, redis, settings):
@@ -91,6 +94,44 @@ def test_passed_candidate_becomes_the_stable_version(propose):
     assert (manifest["parent"], manifest["trained_on"]) == (1, {"steps": 1})
     assert redis.events == [("published", 2)]
     assert redis.costs == [9.0]
+
+
+LOSS = Effect(-0.1, 0.01, 40)
+
+
+def test_losing_version_is_taken_back_to_its_parent(propose):
+    redis = FakeRedis(STABLE)
+    _, _, promotion = propose(redis)
+    assert (promotion.stable, promotion.parent) == (2, 1)
+    promotion.take_back(LOSS)
+    assert [(move.stable, move.canary) for move in redis.moves] == [(2, None), (1, None)]
+    assert redis.events == [("published", 2), ("rolled_back", 1)]
+    assert redis.reasons[-1].startswith("slower: speed -9.5% (")
+    assert redis.reasons[-1].endswith(" against version 1")
+    assert (promotion.stable, promotion.parent) == (1, None)
+    promotion.take_back(LOSS)
+    assert len(redis.moves) == 2, "the first version has no parent"
+
+
+@pytest.mark.parametrize(
+    "rollout", [Rollout(2, None, 0.0, 1.0, pinned=True), Rollout(1, None, 0.0, 2.0), Rollout(2, 3, 0.1, 2.0)],
+    ids=["pinned", "moved", "canary"],
+)  # fmt: skip
+def test_losing_version_stays_where_the_pointer_forbids(propose, rollout):
+    redis = FakeRedis(STABLE)
+    _, _, promotion = propose(redis)
+    redis.moves.append(rollout)
+    promotion.take_back(LOSS)
+    assert redis.moves[-1] == rollout
+    assert redis.events == [("published", 2)]
+
+
+def test_losing_version_stays_when_its_parent_was_removed(propose):
+    redis = FakeRedis(STABLE)
+    _, registry, promotion = propose(redis)
+    shutil.rmtree(registry.root / "general" / "1")
+    promotion.take_back(LOSS)
+    assert len(redis.moves) == 1
 
 
 @pytest.mark.parametrize("looks", [2, 3])  # until the end of the evaluation, and until the version is written
