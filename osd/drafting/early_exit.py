@@ -186,7 +186,7 @@ class EarlyExit(TargetHeadDrafter):
 
 @dataclass(frozen=True)
 class Places:
-    """M positions of a micro-step, generated ones first.
+    """M positions of a micro-step, first those of generated tokens.
 
     Position m is in row ``sequence`` [M] at index ``place`` [M]. ``generated`` [C] are the numbers of the generated
     positions in the batch. The others are ``real`` [M]: their tokens are in the prompt of a text completion.
@@ -216,7 +216,7 @@ class Places:
         return cls(sequence, place, drawn, torch.arange(len(place), device=device) >= len(drawn))
 
     def teach(self, batch: Batch, logits: Tensor) -> Batch:
-        """Return the batch at these positions, with the target's ``logits`` [R, target vocabulary] at real ones."""
+        """Return the batch at these positions, with the target's ``logits`` [R, target vocabulary] at real places."""
         source, logp = cast(Any, batch), logits.log_softmax(-1)
         top = logp.topk(source.target_ids.shape[1])
         rest = (1 - top.values.exp().sum(-1)).clamp(min=1e-9).log()

@@ -96,7 +96,7 @@ class MixedSession(Session):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See ``Session.capabilities``: the trained drafter's, and recall's drafts after forced tokens."""
+        """Abilities of the trained drafter's session, and recall's drafts after forced tokens."""
         return replace(self._trained.capabilities, continuation=self._recall)
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:

@@ -77,7 +77,7 @@ class TreeRows:
         self._wanted: list[int] = []
 
     def __len__(self) -> int:
-        """Number of rows so far."""
+        """Return the number of rows so far."""
         return len(self._rows)
 
     def sees(self, tree: int, node: Node) -> int:
@@ -106,7 +106,7 @@ class TreeRows:
         self._wanted.append(self.add(slot, tree, node))
 
     def begins(self, tree: int, node: Node) -> bool:
-        """Return whether a node takes a call of its own."""
+        """Return whether a node takes a separate call."""
         return node < 0 or self._depths[tree][node] % self._size == 0
 
     def outputs(

@@ -121,7 +121,7 @@ class DraftRequest:
 
     @cached_property
     def sampling(self) -> SamplingBatch:
-        """The settings as tensors, made on first use because greedy drafts rarely need them."""
+        """Settings as tensors, made on first use because greedy drafts rarely need them."""
         return SamplingBatch.of(self.settings, self.device)
 
 
@@ -346,7 +346,7 @@ class Session(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Optional abilities."""
+        """Optional abilities of the session, such as riders; none by default."""
         return _NONE
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
@@ -362,11 +362,11 @@ class Session(Protocol):
         ...
 
     def commit(self, slot: int, kept: CommittedTokens) -> None:
-        """Append committed tokens."""
+        """Append committed tokens to the slot; the next draft continues them."""
         ...
 
     def close(self, slot: int) -> None:
-        """Free the slot."""
+        """Free the slot for another sequence."""
         ...
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,24 +9,24 @@ from osd.economy.chances import Fading
 from osd.economy.plan import StepBudget
 
 STEP_TOKENS = 3
-"""Tokens of a step, where the number of a sequence's further steps is guessed: what has to be read first is shared by
-these. Mixed drafters gave 2 to 5 on all streams of ``benchmarks/recall.md``."""
+"""Tokens of a step, to guess the number of a sequence's further steps, which share the cost of reading. Mixed drafters
+gave 2 to 5 on all streams of ``benchmarks/recall.md``."""
 
 _CLASSES = 10
-"""Of recall's chance of the first token: its chances are calibrated in tenths."""
+"""Classes of recall's chance of the first token; its chances are calibrated in tenths."""
 
 _HOPE = 1.5
-"""First guess of the tokens that the longest call brings where recall knows nothing: a good drafter brings as many, and
-a new version is tried even where calls are dear."""
+"""First guess of the tokens that the longest call adds where recall knows nothing: a good drafter adds as many, and a
+new version is tried even where calls are expensive."""
 
 _DOUBT = 8.0
 """Weight of this guess, in calls: the gain of a call varies by several times the guess."""
 
 _LUCK = 5.0
-"""Weight, in calls, of the mean of all classes and lengths in each of them: the gain of a call varies by tokens."""
+"""Weight, in calls, of the mean of all classes and lengths in the mean of each: a gain varies by several tokens."""
 
 _PATIENCE = 10.0
-"""Steps that the guess counts for that every step asks: prompts are read again, to try, within some thousand steps."""
+"""Weight, in steps, of the guess that every step calls the drafter: a trial follows within some thousand steps."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Candidate:
 class CallGains:
     """Running means of the tokens that a call adds to a step, less the price of their rows.
 
-    The gain of a call is known at once: the value of the best draft with the call minus the value without it. While
-    there are no calls of a class, its mean returns to the first guess, so that the drafter is tried again now and then.
+    The gain of a call is known immediately: the value of the best draft with the call minus the value without it. While
+    there are no calls of a class, its mean returns to the first guess, so that the drafter is tried again.
     """
 
     def __init__(self, levels: int) -> None:
@@ -61,7 +61,7 @@ class CallGains:
         self.renew()
 
     def renew(self) -> None:
-        """Expect another version."""
+        """Reset all gains for another version of the drafter."""
         self._gains = [[Fading(_LUCK) for _ in range(self._levels)] for _ in range(_CLASSES)]
         self._brought, self._guessed = Fading(_DOUBT), Fading(_DOUBT)
         self._usual = [Fading() for _ in range(self._levels)]
@@ -69,18 +69,18 @@ class CallGains:
 
     @property
     def added(self) -> list[float]:
-        """Tokens that drafts of 0, 1, 2, ... tokens would add to the next step if no call had to be made for them."""
+        """Expected gain of drafts of 0, 1, 2, ... tokens in the next step, in tokens, if they took no call."""
         use = self._use.at(self._steps, 1.0)
         gains = (gain.at(self._steps, self._guess(0.0, level)) for level, gain in enumerate(self._usual, 1))
         return [0.0, *(use * gain for gain in gains)]
 
     def decide(self, candidates: Sequence[Candidate], budget: StepBudget, kind: str) -> tuple[list[int], int]:
-        """Decide for which candidates to call the drafter in this step, and for how many tokens.
+        """Choose candidates to call the drafter for; return their indices and the number of tokens to draft for each.
 
         Args:
             candidates: sequences that the drafter may draft for.
             budget: rest of the step's budget after recall's draft.
-            kind: by which the costs of the calls are known.
+            kind: of the drafter, by which the cost model knows the calls.
         """
         self._steps += 1
         use, costs = self._use.at(self._steps, 1.0), budget.costs

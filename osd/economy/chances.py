@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 
 _LATELY = 100.0
-"""Number of observations that count: older ones, and the first guess, are forgotten."""
+"""Number of observations that count: older observations, and the first guess, are forgotten."""
 
 UNSEEN_STEPS = 2000
 """Steps after which 1 / e of the evidence is left while nothing is observed.
 
 A drafter that brings nothing is tried again when its evidence has faded so far that the first guess pays. A guess of g
-tokens that counts for d observations then costs less than d g tokens in these steps, however dear a trial is: the
+tokens that counts for d observations then costs less than d g tokens in these steps, however expensive a trial is: the
 guesses below cost less than 0.5 % of plain decoding.
 """
 
 _FIRST = 0.7
-"""First guess of the share of first nodes that are kept, and of further ones if the last was kept: drafts at which a
-good drafter pays are tried, and none that cost as much as plain decoding."""
+"""First guess of the share of first nodes that are kept, and of further nodes if the node before was kept: drafts that
+pay with a good drafter are tried, and no draft that costs as much as plain decoding."""
 
 _DOUBT = 2.0
 """Drafts that this guess counts for: a single unlucky rejection does not end the trials."""
@@ -54,7 +54,7 @@ class Fading:
 
 
 class NodeShares:
-    """How often the i-th node of a draft, in draw order, was on the path that the target kept.
+    """Share of drafts whose i-th node, in draw order, was on the path that the target kept.
 
     A smaller draft of a growth policy is the beginning of a larger one. The sum of the shares of the first n nodes is
     therefore the expected gain of a draft of n nodes, for chains and for trees.
@@ -67,7 +67,7 @@ class NodeShares:
 
     @property
     def riders(self) -> float:
-        """Rows of the drafter's own for the root and for each node of a draft."""
+        """Mean number of rows that the drafter adds to a forward for the root and for each node of a draft."""
         return self._riders.at(self._steps, 0.0)
 
     def chances(self) -> list[float]:
@@ -88,7 +88,7 @@ class NodeShares:
             share.observe(node in kept, self._steps)
 
     def renew(self, nodes: int) -> None:
-        """Expect other drafts, of up to ``nodes`` nodes: another version of the drafter, or another shape."""
+        """Weaken the evidence for drafts of another version or shape, of up to ``nodes`` nodes."""
         for share in self._shares:
             share.doubt()
         self._shares = (self._shares + [Fading(_DOUBT) for _ in range(nodes)])[:nodes]

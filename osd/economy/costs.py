@@ -12,8 +12,8 @@ import numpy as np
 _STEP = 0.1  # share of a measurement in a running mean: a change of the machine is known within a few tens of steps
 _OUTLIER = 3.0  # times the running mean, which a measurement counts for at most: a garbage collection changes no plan
 _FRESH = 16  # steps after which the costs of all sizes are computed again: planning takes microseconds
-_UNSEEN = 700  # steps after which 1 / e of a mean is left where nothing is seen: a size dear once is tried again
-_KNOTS = [1 << octave for octave in range(12)]  # sizes between which the machine is dearer or cheaper than at rest
+_UNSEEN = 700  # steps after which 1 / e of a mean is left where nothing is seen: a size slow once is tried again
+_KNOTS = [1 << octave for octave in range(12)]  # sizes whose ratio to the seconds at rest is kept
 
 
 class Curve:
@@ -25,7 +25,7 @@ class Curve:
         self._seconds = [points[count] for count in sorted(points)]
 
     def observe(self, count: int, seconds: float, step: float = _STEP) -> None:
-        """Move ``step`` of the way to a measurement.
+        """Move the mean of the bucket of ``count`` by the share ``step`` towards a measurement.
 
         Counts above 8 share a bucket if they agree in their three highest bits: kernels compute several rows at a time,
         so costs rise in jumps.
@@ -42,7 +42,7 @@ class Curve:
 
     @property
     def points(self) -> dict[int, float]:
-        """The seconds by the mean count of each bucket."""
+        """Seconds by the mean count of each bucket."""
         return {round(count): seconds for count, seconds in zip(self._counts, self._seconds, strict=True)}
 
     def along(self, counts: np.ndarray) -> np.ndarray:
@@ -56,8 +56,8 @@ class Curve:
     def at(self, count: int) -> float:
         """Return the expected seconds; 0 without measurements.
 
-        Below the smallest measured count, the seconds are those of the smallest. Above the largest, the last line
-        continues, but never falls.
+        Counts below the smallest measured count take as long as it. Above the largest, the last line continues, but
+        never falls.
         """
         if not self._counts:
             return 0.0
@@ -106,18 +106,18 @@ class _Mean:
 class LiveCurve:
     """Seconds by a count: seconds at rest, times a level, times the ratio of the size.
 
-    The level slows all sizes at once, for example with longer contexts or other processes on the machine. Ratios belong
-    to sizes around powers of two. The ratio of a size without measurements returns to 1.
+    The level slows all sizes together, for example with longer contexts or other processes on the machine. Ratios
+    belong to sizes around powers of two. The ratio of a size without measurements returns to 1.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
-        """Begin with ``points``, seconds by count, that were measured at rest; without any nothing is ever known."""
+        """Begin with ``points``, seconds by count, that were measured at rest; without them ``at`` stays 0."""
         self._rest, self._seen = Curve(points), 0
         self._level = _Mean(1.0, 1.0)
         self._ratios = [_Mean(1.0, 1.0, times=1) for _ in _KNOTS]
 
     def at(self, count: int) -> float:
-        """Return the seconds expected, 0 when nothing was measured."""
+        """Return the expected seconds; 0 without points at rest."""
         ratio = sum(share * self._ratios[knot].at(self._seen) for knot, share in _near(count))
         return self._rest.at(count) * self._level.value * ratio
 
@@ -163,7 +163,7 @@ class Calls:
 
     @property
     def points(self) -> dict[int, float]:
-        """The means, by the smallest count of each bucket."""
+        """Mean seconds by the smallest count of each bucket."""
         return {count: self._seen[count].value for count in sorted(self._seen)}
 
     def observe(self, count: int, seconds: float, moment: int) -> None:
@@ -339,7 +339,7 @@ class CostModel:
             self._host.observe(rows, seconds)
 
     def observe_plain_host(self, rows: int, seconds: float) -> None:
-        """Add the same for a step without drafts, less the time spent for drafters only."""
+        """Add the seconds of a plain step with ``rows`` rows, without its forward and work that only drafters need."""
         if seconds > 0:
             self._plain_host.observe(rows, seconds)
 
@@ -375,7 +375,7 @@ class CostModel:
                 self._calls.setdefault(name, Calls()).observe(count, took, self._moment)
 
     def by_levels(self, kind: str) -> bool:
-        """Whether proposals of drafters of a ``kind`` are known level by level."""
+        """Return whether proposals of drafters of a ``kind`` are measured level by level."""
         return kind in self._levels
 
     def _observe_reading(self, kind: str, missed: int, seconds: float) -> None:

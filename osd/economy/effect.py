@@ -31,7 +31,7 @@ LEAST_TRIALS = 12
 """Trials before which no interval is reported: a jackknife of fewer is too narrow."""
 
 RISK = 0.05
-"""Probability that an interval is ever wrong, however often it is looked at."""
+"""Probability that an interval is ever wrong, however often it is evaluated."""
 
 _EFFECT = 0.02  # logarithm of the speed-up for which the confidence sequence is narrowest
 _TURNS = 4  # of the fit: costs given the machine's speed, and its speed given the costs
@@ -41,7 +41,7 @@ _COVARIATES = 6
 
 @dataclass(frozen=True)
 class Step:
-    """One decoding step of an engine: its seconds, sequences that drew a token, rows of prompts, and tokens drawn."""
+    """Decoding step of an engine: its seconds, sequences that drew a token, rows of prompts, and tokens drawn."""
 
     seconds: float
     streams: int
@@ -80,7 +80,7 @@ class Totals:
 
 
 class Sums(Totals):
-    """Totals over whole cells of steps, and the normal equations of a fit over these."""
+    """Totals over whole cells of steps, and the normal equations of a fit over these cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Pair:
     count: int = 1
 
     def add(self, pair: Pair) -> None:
-        """Add another pair."""
+        """Add the sums and the count of another pair."""
         self.candidate.add_totals(pair.candidate)
         self.stable.add_totals(pair.stable)
         self.count += pair.count
@@ -147,8 +147,8 @@ class Effect:
     def width(self) -> float:
         """Half the width of the interval of the logarithm; infinite before ``LEAST_TRIALS``.
 
-        With a probability of 1 - ``RISK`` the interval holds the truth at all looks together: Robbins' normal mixture
-        (1970).
+        With a probability of 1 - ``RISK`` the interval holds the true value at all evaluations together: Robbins'
+        normal mixture (1970).
         """
         if self.trials < LEAST_TRIALS:
             return math.inf
@@ -158,12 +158,12 @@ class Effect:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The speed-up's bounds, as ratios."""
+        """Bounds of the speed-up, as ratios."""
         return math.exp(self.log - self.width), math.exp(min(self.log + self.width, 700.0))
 
     @property
     def percent(self) -> str:
-        """The effect with its interval, in percent, for people to read."""
+        """Change of speed with its interval, in percent, as text."""
         low, high = self.interval
         bounds = f" ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f})" if math.isfinite(self.width) else ""
         return f"{100 * math.expm1(self.log):+.1f}%{bounds}"
@@ -183,11 +183,11 @@ class PlainCosts:
     seconds: np.ndarray
 
     def unpaired_log(self, drafted: Totals) -> float:
-        """Logarithm of the speed-up in ``drafted`` steps alone, if the machine is as fast as on average."""
+        """Return the logarithm of the speed-up in ``drafted`` steps, if the machine has its average speed."""
         return _log(self.seconds @ drafted.work, drafted.seconds)
 
     def trial_log(self, trial: Trial, plain_inside: bool) -> float:
-        """Return the logarithm of the speed-up that a trial measured by itself."""
+        """Return the logarithm of the speed-up that a single trial measured."""
         plain, drafted = (trial.inside, trial.around) if plain_inside else (trial.around, trial.inside)
         slower = _log(
             plain.seconds, self.seconds @ np.array(plain.covariates)[_PLAIN]
@@ -196,14 +196,14 @@ class PlainCosts:
 
 
 def estimate(trials: Sequence[Trial], plain_inside: bool) -> tuple[Effect, PlainCosts] | None:
-    """Estimate the speed-up of drafting over plain decoding, and the costs of the latter.
+    """Estimate the speed-up of drafting over plain decoding, and the costs of plain steps.
 
     Args:
         trials: with plain decoding inside the block and drafting around it, or the reverse.
-        plain_inside: whether plain decoding is inside.
+        plain_inside: whether plain decoding is inside the block.
 
     Returns:
-        None where there are fewer than two trials.
+        None for fewer than two trials.
     """
     if len(trials) < 2:
         return None
@@ -232,11 +232,12 @@ def compare(pairs: Sequence[Pair], costs: PlainCosts | None) -> Effect | None:
 
     Args:
         pairs: neighbouring blocks of both versions.
-        costs: price of the work; None fits the seconds of the same blocks, which are dearer and in about the same
-            proportion: without a price for prompts an effect of 5% takes five times as long to tell.
+        costs: prices of the work. None fits prices to the seconds of the same blocks, which cost more than plain steps,
+            but in about the same proportion. Without a price for prompts an effect of 5% takes five times as long to
+            detect.
 
     Returns:
-        None where there are fewer than two pairs.
+        None for fewer than two pairs.
     """
     if len(pairs) < 2:
         return None
@@ -263,7 +264,7 @@ def _log(plain: Any, drafted: Any) -> Any:
 
 
 def jackknife(without: np.ndarray) -> float:
-    """Standard error of an estimate, from the estimates ``without`` each of its observations."""
+    """Return the standard error of an estimate, given the estimates ``without`` each of its observations."""
     count = len(without)
     return float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
 
@@ -279,7 +280,7 @@ class _Side:
         self._seconds = np.array([total.seconds for total in sums])
 
     def costs_and_speeds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds for each covariate, and by how much the machine is slower around each trial than on average."""
+        """Return the seconds of each covariate, and the slowness of the machine around each trial, 1 on average."""
         speeds = np.ones(len(self._seconds))
         costs = self.costs(speeds)
         for _ in range(_TURNS):
@@ -290,17 +291,17 @@ class _Side:
         return costs, speeds
 
     def costs(self, speeds: np.ndarray) -> np.ndarray:
-        """Seconds for each covariate, on a machine of these ``speeds``."""
+        """Return the seconds of each covariate, given the ``speeds`` of ``costs_and_speeds``."""
         return _solve(self._gram.sum(0), (self._moments / speeds[:, None]).sum(0), len(speeds))
 
     def costs_without_each(self, speeds: np.ndarray) -> np.ndarray:
-        """[trials, covariates] the same without each of the trials."""
+        """Return ``costs`` [trials, covariates] without each of the trials."""
         moments = self._moments / speeds[:, None]
         return _solve(self._gram.sum(0) - self._gram, moments.sum(0) - moments, len(speeds))
 
 
 def _solve(gram: np.ndarray, moments: np.ndarray, trials: int) -> np.ndarray:
-    """Ridge regression: covariates that hardly vary, such as the streams of a single client, must not explode."""
+    """Return ridge coefficients: covariates that hardly vary, such as the streams of one client, must not explode."""
     diagonal = np.diagonal(gram, axis1=-2, axis2=-1)
     ridge = 1e-4 / trials * diagonal + 1e-9
     return np.linalg.solve(gram + ridge[..., None] * np.eye(gram.shape[-1]), moments[..., None])[..., 0]

@@ -1,7 +1,7 @@
 """Loss budget: drafting may lose a small share of the time, and is switched off when that is spent.
 
 A drafter has a bucket of seconds. A share of the busy seconds and measured gains fill it, measured losses drain it, and
-it overflows: gains of yesterday pay for no losses of today. Drafting is off while the bucket is empty. Half of the
+it overflows, so old gains do not pay for later losses. Drafting is off while the bucket is empty. Half of the
 refill pays for probes, short blocks with drafting. Drafting returns when the bucket is half full and the probes gained
 with certainty. The measured loss never exceeds that share of the time plus one bucket and one trial. Trials begin at
 random moments, so that real and measured losses differ by a martingale.

@@ -4,7 +4,7 @@ One rule decides for all drafters and growth policies. Nodes and calls are taken
 
     sum of chances - rho (seconds of rows + seconds of calls + seconds of reading first)
 
-where rho is the number of tokens per busy second lately. Steps that maximise this difference maximise tokens per second
+where rho is the recent number of tokens per busy second. Steps that maximise this difference maximise tokens per second
 in the long run (Dinkelbach, "On nonlinear fractional programming", 1967): a step in which little can be drafted is cut
 short, because the next one may bring more.
 """
@@ -26,11 +26,11 @@ _SLOWER = 2.0
 """Longest step that reads a prompt, in steps without one: a client then waits twice as long for its next token."""
 
 _LEAST_CHUNK = 4
-"""Prompt tokens that every step reads: a prompt ends however dear its rows seem."""
+"""Prompt tokens that every step reads, so that a prompt ends however expensive its rows seem."""
 
 
 class TokenRates:
-    """Tokens per busy second lately, by the number of streams."""
+    """Recent tokens per busy second, by the number of streams."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, float]] = {}
@@ -41,7 +41,7 @@ class TokenRates:
         self._sums[streams] = _KEPT * all_tokens + tokens, _KEPT * all_seconds + seconds
 
     def at(self, streams: int, plain_seconds: float) -> float:
-        """Return rho; one step of plain decoding, which takes ``plain_seconds``, counts as seen."""
+        """Return rho for ``streams``; a single plain step of ``plain_seconds`` is the prior."""
         tokens, seconds = self._sums.get(streams, (0.0, 0.0))
         return (tokens + streams) / (seconds + plain_seconds)
 
@@ -54,7 +54,7 @@ class StepBudget:
         rho: tokens that a second is worth.
         rows: of the target's forward so far.
         seconds: [most + 1] of steps with 0, 1, 2, ... rows; they never fall.
-        costs: of calls, for drafters that decide on some.
+        costs: cost model, for drafters that decide on calls.
     """
 
     rho: float
@@ -64,7 +64,7 @@ class StepBudget:
 
     @property
     def room(self) -> int:
-        """Further rows whose seconds are known."""
+        """Number of further rows whose seconds are known."""
         return len(self.seconds) - 1 - self.rows
 
     def price(self, nodes: int) -> float:
@@ -73,17 +73,17 @@ class StepBudget:
         return self.rho * float(self.seconds[end] - self.seconds[self.rows]) / max(end - self.rows, 1)
 
     def floor(self) -> float:
-        """Smallest mean price of any number of rows: nodes of lower chances cannot pay by themselves."""
+        """Return the smallest mean price of any number of rows, in tokens; a node of a lower chance never pays."""
         more = self.seconds[self.rows + 1 :] - self.seconds[self.rows]
         if not len(more):
             return 1.0
         return float(self.rho * (more / np.arange(1, len(more) + 1)).min())
 
     def best(self, chances: Sequence[float]) -> int:
-        """Number of nodes for which the sum of chances less the price of the rows is largest.
+        """Return the number of nodes for which the sum of chances minus the price of the rows is largest.
 
         Args:
-            chances: that each node is kept, in falling order.
+            chances: of each node to be kept, in falling order.
         """
         count = min(len(chances), self.room)
         gains = accumulate(chances[:count], initial=0.0)
@@ -98,7 +98,7 @@ class StepBudget:
 
 @dataclass(frozen=True)
 class Ready:
-    """A sequence that may draft: tokens that its drafter would have to read first, and tokens that it may still get."""
+    """Sequence that may draft: ``missed`` tokens to read before the draft, and at most ``left`` further tokens."""
 
     missed: int
     left: int
@@ -112,19 +112,19 @@ def equal_drafts(
     streams: tuple[int, int],
     riders: float = 0.0,
 ) -> list[int]:
-    """Number of nodes that each of some sequences drafts, where a growth policy estimates no chances of its own.
+    """Return the number of nodes that each sequence drafts, for a growth policy that estimates no chances.
 
-    All that draft have as many nodes. A sequence whose drafter would have to read first begins where drafts save more
-    seconds in its remaining tokens than the reading takes.
+    All sequences that draft have the same number of nodes. A sequence whose drafter has to read tokens first drafts
+    only if drafts save more seconds in its remaining tokens than the reading takes.
 
     Args:
-        chances: that the first, second, ... node of a draft is kept.
+        chances: of the first, second, ... node of a draft to be kept.
         ready: the sequences that may draft.
         budget: of the step.
         kind: of the drafter.
-        streams: sequences that decode without this drafter, and further ones that will draft once they have read
-            their prompts.
-        riders: rows of the drafter's own for the root and for each node.
+        streams: sequences that decode without this drafter, and sequences that will draft once they have read their
+            prompts.
+        riders: rows that the drafter adds to the forward for the root and for each node.
     """
     gains, costs = list(accumulate(chances, initial=0.0)), budget.costs
     most = budget.rows + round(len(ready) * (1 + riders) * len(gains))
@@ -147,10 +147,10 @@ def equal_drafts(
 
 
 def prompt_chunk(steps: np.ndarray, decoding: int, reading: int, most: int) -> int:
-    """Number of prompt tokens that a step reads, ``most`` at most.
+    """Return the number of prompt tokens that a step reads, at most ``most``.
 
-    With ``decoding`` sequences in it, a step may take twice as long as theirs alone, and longer the more sequences are
-    ``reading``: these wait for their first tokens. ``steps`` [decoding + most + 1] are seconds by rows.
+    A step with ``decoding`` sequences may take twice as long as without prompts, and longer if many sequences are
+    ``reading``, because they wait for their first tokens. ``steps`` [decoding + most + 1] are seconds of steps by rows.
     """
     longest = max(_SLOWER, 1 + reading / decoding) * steps[decoding]
     return min(max(int(np.searchsorted(steps, longest, "right")) - 1 - decoding, _LEAST_CHUNK), most)

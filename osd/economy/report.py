@@ -33,7 +33,7 @@ class Measured:
 
     @property
     def effect(self) -> Effect | None:
-        """The speed-up; None where nothing was measured."""
+        """Measured speed-up; None without measurements."""
         if not self.drafted or self.plain <= 0:
             return None
         return Effect(math.log(self.plain / self.drafted), math.sqrt(self.variance) / self.plain, self.trials)

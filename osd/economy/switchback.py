@@ -58,7 +58,7 @@ class _Trials:
             self.effect, self.costs = estimated
 
     def measured(self, spent: float) -> Measured:
-        """The effect as figures that add up."""
+        """Return the effect as figures that add up over replicas."""
         if self.effect is None:
             return Measured(spent=spent, guarded=int(not self.plain_inside))
         drafted = sum((trial.since if self.plain_inside else trial.inside).seconds for _, trial in self._kept)
@@ -68,7 +68,7 @@ class _Trials:
 
 
 class Switchback:
-    """Randomised blocks of decoding steps in which drafting is off, or on while it is off as a rule.
+    """Schedule of random blocks of decoding steps without drafting, or with drafting while ``budget`` forbids it.
 
     Time is busy seconds of the engine, the sum of its steps: no clock is read.
 
@@ -88,9 +88,9 @@ class Switchback:
         self.changed()
 
     def changed(self) -> None:
-        """Expect another drafter from now on: it has a loss budget of its own, and a trial is due.
+        """Give another drafter a new loss budget, and begin a trial as soon as possible.
 
-        The trials of the last hour stay: they are of what drafted in that hour.
+        Trials of the last hour stay, because they measured the drafters of that hour.
         """
         self.budget = LossBudget(self._max_loss)
         self._trials[False] = _Trials(plain_inside=False)
@@ -99,7 +99,7 @@ class Switchback:
 
     @property
     def costs(self) -> PlainCosts | None:
-        """Costs of plain steps as of the last trial; None before any."""
+        """Costs of plain steps as of the last trial; None before the first estimate."""
         return self._trials[self.budget.allows].costs
 
     @property
@@ -108,7 +108,7 @@ class Switchback:
         return self._plain_inside != (BLOCK // 2 <= self._place < BLOCK // 2 + BLOCK)
 
     def observe(self, step: Step) -> None:
-        """Take in the step for which ``drafts`` was read."""
+        """Add the decoding step that followed the last read of ``drafts``."""
         self.busy += step.seconds
         self._bank = min(self._bank + self._measure * step.seconds, BANK_SECONDS)
         self.budget.passed(step.seconds)
@@ -132,7 +132,7 @@ class Switchback:
 
     @property
     def _due(self) -> bool:
-        """Whether the next trial is to begin."""
+        """Whether the next trial begins now."""
         known, since = self._trials[self._plain_inside], self.busy - self._began
         if not self._trial.since.seconds:  # the cost of a block is unknown
             return False

@@ -3,8 +3,8 @@
     fund = one version + max_loss x busy seconds + 1/2 x certain savings - spent
 
 All are core seconds. Certain savings use the lower bound of each version's measured effect. A slice of learning, from
-one candidate to the next, begins when the fund covers it. After each slice without a certain gain, twice as much must
-be there, until a version is certainly better or an alarm of drift. Forecasts only rank domains.
+one candidate to the next, begins when the fund covers it. Each slice without a certain gain doubles the amount that the
+next slice needs, until a version is certainly better or an alarm reports drift. Forecasts only rank domains.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ServedVersion:
 
     @property
     def certain(self) -> float:
-        """Core seconds that it certainly saved; negative where it certainly lost."""
+        """Core seconds that the version certainly saved; negative if it certainly lost time."""
         if self.width is None or abs(self.log) <= self.width:
             return 0.0
         return math.expm1(self.low if self.log > 0 else self.log) * self.busy
@@ -81,7 +81,7 @@ class Fund:
         base: number of the version with which the account began, or of the version in service at the last alarm.
         versions: versions above ``base`` up to the version in service, in ascending order.
         measured: sum of the measured logarithms of versions that no longer serve.
-        promised: sum of the logarithms that the gates of these versions promised; negative ones count as 0.
+        promised: sum of the logarithms that the gates of these versions promised; negative values count as 0.
     """
 
     version: float = VERSION_SECONDS
@@ -98,7 +98,7 @@ class Fund:
     promised: float = 0.0
 
     def left(self, max_loss: float, price: float = 1.0) -> float:
-        """Content of the fund."""
+        """Return the core seconds in the fund, given the ``price`` of a CPU second; negative if it is overdrawn."""
         return price * self.version + max_loss * self.busy + _SHARE * self.certain - self.spent
 
     @property
@@ -146,16 +146,16 @@ class Fund:
         self.spent += price * seconds + lost
 
     def end_slice(self) -> None:
-        """Take note of a candidate: the slice has ended, and nothing is certain about its gain yet."""
+        """End the current slice with a candidate, whose gain is not certain yet."""
         self.slices += 1
         self.version += (self.slice - self.version) / (self.slices + 1)
         self.fruitless += self.paid > self.slice / 2
         self.slice = self.paid = 0.0
 
     def follow(self, number: int, promised: float = 0.0) -> None:
-        """Take note of the version in service, and of the gain that its gate promised.
+        """Set the version in service, with the logarithm of the gain that its gate ``promised``.
 
-        The first one is where the account begins. An older one takes back those above it.
+        The account begins at the first version. A return to an older version retires the versions above it.
         """
         top = self.versions[-1].number if self.versions else self.base
         if not top or number < self.base:
@@ -165,7 +165,7 @@ class Fund:
         self._retire([version for version in self.versions if version.number > number])
 
     def measure(self, effects: Mapping[int, Measured]) -> None:
-        """Take in the measured speed-up of each version over the one before."""
+        """Update the measured speed-up of each version in service over the version before, by number."""
         for version in self.versions:
             effect = None if version.number not in effects else effects[version.number].effect
             if effect is None or math.isinf(effect.width):
@@ -176,7 +176,7 @@ class Fund:
                 self.fruitless = 0
 
     def drift(self) -> None:
-        """Take note of an alarm: what versions saved counts no further, and learning may bring more again."""
+        """Begin again at the version in service after an alarm; the certain savings so far stay in ``earlier``."""
         self.base = self.versions[-1].number if self.versions else self.base
         self._retire(self.versions)
         self.fruitless = 0
@@ -191,12 +191,12 @@ class Fund:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the next slice of learning begins.
+    """Decision whether the next slice of learning begins.
 
     Attributes:
-        begins: whether it does.
+        begins: whether it begins.
         fund: core seconds in the fund.
-        needed: core seconds that it needs.
+        needed: core seconds that the slice needs.
     """
 
     begins: bool
@@ -209,7 +209,7 @@ def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> De
 
     Args:
         fund: of the domain.
-        price: of a CPU second at the moment; 0 is free.
+        price: current price of a CPU second; 0 is free.
         max_loss: share of the busy seconds that training may lose.
         begun: whether the fund covered this slice when it began.
     """
@@ -220,19 +220,19 @@ def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> De
 
 
 def forecast(fund: Fund, promised: float | None, busy: float) -> float:
-    """Rank of a domain: core seconds a second that the next version is expected to save.
+    """Return the core seconds per second that the next version is expected to save, which rank the domains.
 
     Args:
         fund: of the domain.
-        promised: logarithm of the last gain that a gate saw; None is unknown, and ranks first.
-        busy: core seconds a second that replicas compute for the domain.
+        promised: logarithm of the last gain that a gate measured; None is unknown, and ranks first.
+        busy: core seconds per second that replicas compute for the domain.
     """
     return math.inf if promised is None else fund.kappa * max(promised, 0.0) * busy
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A few seconds of replicas on a machine that trains: decoding ``steps``, their ``rows`` and ``seconds``."""
+    """Short period of a machine that trains: decoding ``steps`` of its replicas, their ``rows`` and ``seconds``."""
 
     paused: bool
     steps: int
@@ -260,8 +260,8 @@ def slowing(slots: Sequence[Slot]) -> tuple[float, float]:
     ridge = np.eye(2) * (1e-3 * total(gram) + 1e-9)
     logs = np.zeros(len(kept))
     for _ in range(_TURNS):  # costs of a step given the ratio, and the ratio given the costs
-        alike = seconds / np.exp(np.where(paused, 0.0, logs[0]))
-        costs = np.linalg.solve(total(gram) + ridge, total(sizes * alike[:, None])[..., None])[..., 0]
+        at_rest = seconds / np.exp(np.where(paused, 0.0, logs[0]))
+        costs = np.linalg.solve(total(gram) + ridge, total(sizes * at_rest[:, None])[..., None])[..., 0]
         fitted = kept * np.maximum(costs @ sizes.T, 1e-9)
         running, resting = (
             np.maximum(total(np.where(side, seconds, 0.0)), 1e-9) / fitted[:, side].sum(1) for side in (~paused, paused)

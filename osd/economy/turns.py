@@ -55,7 +55,7 @@ class Turns:
         self._next()
 
     def observe(self, step: Step, costs: PlainCosts | None = None) -> None:
-        """Take in the step for which ``candidate`` was read, with the present ``costs`` of plain steps if known.
+        """Add the step that followed the last read of ``candidate``, with the ``costs`` of plain steps if known.
 
         A step without a stream has no draft and is left out.
         """
@@ -79,7 +79,7 @@ class Turns:
         return effect.width < max(abs(effect.log), _WIDTH) or measured.drafted + measured.plain > _LONGEST_SECONDS
 
     def interrupt(self) -> None:
-        """Begin a pair again: other steps came between its blocks, such as those of plain decoding."""
+        """Begin the current pair again, because other steps, such as plain decoding, came between its blocks."""
         if self._paired and (self._place or not self._blocks):
             self._blocks.clear()
             self._blocks.extend(self._shuffled())
@@ -105,7 +105,7 @@ class Turns:
         return [(first, True), (not first, True)]
 
     def _end(self, costs: PlainCosts | None) -> None:
-        """Take in a pair that is complete."""
+        """Add the complete pair, and update ``measured`` when it is due."""
         self._ended += 1
         if self._pairs and self._pairs[-1].count < self._joined:
             self._pairs[-1].add(self._pair)

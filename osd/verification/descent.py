@@ -90,7 +90,7 @@ class NaiveRule(Rule):
 
 
 class GreedyMultidraftRule(Rule):
-    """Rule for children whose last was drawn and whose first ones are the most probable tokens.
+    """Rule for children that are the most probable tokens, followed by a last child that was drawn.
 
     Let q' be the drafter's distribution without the first children, renormalised. The last child y is accepted with
     probability min(1, p(y) / q'(y)). Otherwise a token is drawn from norm((p - q')+), and a first child with this token

@@ -51,7 +51,7 @@ class Probabilities:
         self.shape = torch.Size((*places.shape, logits.shape[-1]))
 
     def __getitem__(self, index: tuple[Tensor, ...], /) -> Tensor:
-        """See ``Distributions``."""
+        """Return whole rows for (sequences, entries), or single numbers for (sequences, entries, tokens)."""
         sequences, entries, *tokens = index
         return self._rows[(self._places[sequences, entries], *tokens)]
 

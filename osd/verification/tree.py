@@ -207,7 +207,7 @@ class DraftBatch:
 
     @property
     def distributions(self) -> Tensor:
-        """The tensor ``q``, without rows if there are no nodes.
+        """Tensor ``q``, without rows if there are no nodes.
 
         Raises:
             ValueError: tokens were chosen without distributions.

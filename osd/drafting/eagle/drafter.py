@@ -88,7 +88,7 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
         return (layers // 6, layers // 2, layers - 2) if layers >= 3 else ()
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
-        """See ``Trainable.adapt_vocabulary``.
+        """Make the most frequent tokens the draft vocabulary, by ``counts`` [target vocabulary].
 
         Rows of the head for new ids start as the target's. Other rows stay: imported drafters have trained heads.
         """

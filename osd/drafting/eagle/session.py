@@ -105,7 +105,7 @@ class EagleSession(LayerSession):
         return NativeEagle(self.shape, self.linear, self.vector, self.cache, (self.embedding, self.cos, self.sin))
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
-        """See ``osd.drafting.graph_chains.GraphStep``."""
+        """Return logits and next features of one level of chains, see ``osd.drafting.graph_chains.GraphStep``."""
         assert states is not None  # noqa: S101  the target's in the first step, then those of the last step
         features = self._fuse(states.float()) if first else states
         output, logits = self._step(rows.token_ids, features, rows, wanted)

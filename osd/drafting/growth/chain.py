@@ -125,7 +125,6 @@ class Heuristic(Chain):
 
     @property
     def first_limit(self) -> int:
-        """See ``Growth.first_limit``."""
         return self.start
 
     def next_limit(self, limit: int, drafted: int, accepted: int) -> int:

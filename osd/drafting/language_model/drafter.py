@@ -119,7 +119,7 @@ class LanguageModel(Trainable):
 
     @property
     def draft_ids(self) -> Tensor | None:
-        """See ``Trainable.draft_ids``; the tokens that both vocabularies share."""
+        """[draft vocabulary] target ids of the tokens that both vocabularies share; None without a translation."""
         return None if self.translation is None else self.translation.target_ids
 
     def weights(self) -> dict[str, Tensor]:
@@ -184,7 +184,7 @@ class LanguageModel(Trainable):
         return [self._logits(ahead[step][0]) if step in ahead else logits[step > 0] for step in range(depth)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; all later tokens read the fed ones.
+        """See ``Trainable.drafted_states``; all later tokens read the fed tokens.
 
         With prompt tokens, not every token of a draft is read; a state is then the source of the token's distribution.
         """

@@ -37,7 +37,7 @@ class Lookahead(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def __len__(self) -> int:
-        """Number of prompt tokens."""
+        """Return the number of prompt tokens."""
         return len(self.prompts)
 
     def states(self, model: nn.Module, texts: Texts, text: Tensor, row: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -206,7 +206,7 @@ class LanguageModelSession(AutoregressiveSession):
         return logits.unflatten(0, (-1, self.block)), states.unflatten(0, (-1, self.block))
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
-        """See ``osd.drafting.graph_chains.GraphStep``."""
+        """Return the logits of one level of chains, twice, see ``osd.drafting.graph_chains.GraphStep``."""
         reader = self._reader
         if reader is not None and not first:  # the tokens of the last step have ids of the target
             rows = replace(rows, token_ids=reader.own_ids[rows.token_ids])

@@ -112,7 +112,7 @@ class Reader:
         return np.concatenate(parts).tolist() if parts else []
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the translation by another one with the same sizes."""
+        """Replace the translation by another translation with the same sizes."""
         copy_all([self.support, self.columns, self.own_ids], _laid_out(tensors))
         self._read(tensors)
 

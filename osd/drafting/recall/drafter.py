@@ -113,7 +113,7 @@ class RecallSession(Session):
         return self.proposal(queries, self.draft(queries, request, growth), request)
 
     def propose_after(self, request: DraftRequest, chains: Sequence[Sequence[int]], growth: Growth) -> Proposal:
-        """See ``Continuation.propose_after``."""
+        """Return the most probable nodes behind ``chains`` of certain tokens, one chain per sequence."""
         queries = [_after(query, chain) for query, chain in zip(self.queries(request), chains, strict=True)]
         return self.proposal(queries, self.draft(queries, request, growth), request)
 

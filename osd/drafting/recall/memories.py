@@ -32,7 +32,7 @@ class Memories:
 
     @property
     def tables(self) -> list[Memory]:
-        """All tables."""
+        """Tables of all clients, or the single shared table."""
         with self._lock:
             return list(self._of.values())
 
