@@ -28,7 +28,7 @@ BROKEN, FAILED = 1, 2
 
 
 class CommandError(Exception):
-    """The command cannot run; the message is one line with the reason."""
+    """Error of a command that cannot run; the message is one line with the reason."""
 
 
 def fail(reason: object) -> NoReturn:

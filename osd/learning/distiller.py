@@ -121,12 +121,12 @@ class Distiller:
             self._head.counts = counts[1:]
 
     def step(self, batch: DistillBatch) -> MicroStep:
-        """Do one micro-step."""
+        """Gather the gradients of a micro-batch, and apply them if enough are gathered."""
         step = self.gather(batch)
         return step if self.settle() else MicroStep(step.loss, True)
 
     def gather(self, batch: DistillBatch) -> MicroStep:
-        """Add the gradients of a micro-batch."""
+        """Add the gradients of a micro-batch to the gathered gradients, without an update."""
         self.drafter.train()
         if self._head is not None:
             loss = self._head.gather(batch, self.steps)

@@ -49,7 +49,7 @@ class LocalExecutor:
     size = 1
 
     def step(self, distiller: Distiller, samples: list[ReplaySample]) -> MicroStep:
-        """Do one micro-step on ``size`` samples."""
+        """Run one micro-step on ``size`` samples, one for each process."""
         (sample,) = samples
         return distiller.step(collate(sample.traces, distiller.drafter.device))
 
@@ -227,7 +227,7 @@ class Learner:
         return self.counters.records >= self._settings.min_records and self.replay.train_records > 0
 
     def step(self, tokens: int, executor: LocalExecutor) -> LearnerStep:
-        """Do one micro-step; each process of the executor gets a micro-batch that costs at most ``tokens``."""
+        """Run one micro-step; each process of the executor gets a micro-batch that costs at most ``tokens``."""
         if not self.distiller.steps:
             self.adapt_vocabulary()
         samples = [self.replay.sample(tokens) for _ in range(executor.size)]

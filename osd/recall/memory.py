@@ -96,7 +96,7 @@ class Text(Protocol):
         ...
 
     def append(self, tokens: Sequence[int], certain: bool) -> None:
-        """Append tokens; the request's table learns ``certain`` ones as if the target had given them probability 1."""
+        """Append tokens; the request's table learns ``certain`` tokens as if their probability was 1."""
         ...
 
     def equals(self, tokens: NDArray[np.int32]) -> bool:

@@ -66,16 +66,16 @@ class NativeText:
         weakref.finalize(self, self._library.osd_text_free, self.address)
 
     def clear(self) -> None:
-        """See ``Text.clear``."""
+        """Start a new, empty text."""
         self._library.osd_text_clear(self.address)
 
     def append(self, tokens: Sequence[int], certain: bool) -> None:
-        """See ``Text.append``."""
+        """Append tokens, and let the table of the request learn them if they are ``certain``."""
         values = array("q", tokens)
         self._library.osd_text_append(self.address, values.buffer_info()[0], len(values), certain)
 
     def equals(self, tokens: NDArray[np.int32]) -> bool:
-        """See ``Text.equals``."""
+        """Return whether the text is ``tokens`` [n], a contiguous array."""
         return bool(self._library.osd_text_is(self.address, tokens.ctypes.data, len(tokens)))
 
 
@@ -97,7 +97,7 @@ class NativeMemory:
         weakref.finalize(self, self._quick.osd_recall_free, self.address)
 
     def learn(self, text: Text, observation: Observation, temperature: float, reader: int | None, now: int) -> None:
-        """See ``Memory.learn``."""
+        """Learn the distributions of a decoding step in one call of the library."""
         tokens, parents = array("q", observation.tokens), array("q", observation.parents)
         following = array("q", observation.following)
         ids, p = (None, None) if observation.proposals is None else (part.data_ptr() for part in observation.proposals)
@@ -108,11 +108,11 @@ class NativeMemory:
         )  # fmt: skip
 
     def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
-        """See ``Memory.learn_tokens``."""
+        """Learn ``tokens`` as certain continuations of ``text``, and append them."""
         self._quick.osd_recall_hear(self.address, _address(text), tokens.ctypes.data, len(tokens), drafted, now)
 
     def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
-        """See ``Memory.predict``."""
+        """Return up to ``most`` tokens that may follow ``text``, in descending order, and their probabilities."""
         ids, q = array("q", [0] * most), array("f", [0.0] * most)
         count = self._quick.osd_recall_query(
             self.address, _address(text), most, ids.buffer_info()[0], q.buffer_info()[0]
@@ -120,15 +120,15 @@ class NativeMemory:
         return ids.tolist()[:count], q.tolist()[:count]
 
     def drop(self, before: int = 0, reader: int = 0) -> int:
-        """See ``Memory.drop``."""
+        """Remove entries last learnt before a time, and those of the request ``reader``; return their number."""
         return self._library.osd_recall_drop(self.address, before, reader)
 
     def used(self) -> int:
-        """See ``Memory.used``."""
+        """Return the number of entries in use."""
         return self._library.osd_recall_used(self.address)
 
     def contents(self) -> Contents:
-        """See ``Memory.contents``."""
+        """Return a copy of the whole table."""
         places, each = 8, self._quick.osd_recall_entry_bytes()
         sizes = self.entries * places, self.entries * (each - places), self._quick.osd_recall_weight_bytes()
         parts = Contents(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
@@ -136,7 +136,7 @@ class NativeMemory:
         return parts
 
     def load(self, contents: Contents) -> None:
-        """See ``Memory.load``."""
+        """Replace the entries by those of a table of the same size."""
         self._copy(contents, out=False)
 
     def _copy(self, parts: Contents, out: bool) -> None:
@@ -169,14 +169,14 @@ class NativeDrafting:
             self._chances = array("f", [0.0] * most)
 
     def draft(self, queries: Sequence[DraftQuery], most: int, floor: float, chains: bool) -> DraftNodes:
-        """See ``Drafting.draft``."""
+        """Draft the most probable nodes of all sequences; raise MemoryError if an allocation fails."""
         self._reserve(most)
         requests = _draft_requests(queries)
         count = self._library.osd_recall_draft(requests, len(queries), most, floor, chains, *self._rooms())
         return self._nodes(count, most)
 
     def draw(self, queries: Sequence[DraftQuery], most: int, floor: float) -> tuple[DraftNodes, ChildDraws]:
-        """See ``Drafting.draw``."""
+        """Draft nodes whose last children are drawn; raise MemoryError if an allocation fails."""
         self._reserve(most)
         rows = len(queries) + most
         child, ids, q = array("q", [-1] * rows), array("q", [0] * (KEPT * rows)), array("f", [0.0] * (KEPT * rows))

@@ -111,13 +111,13 @@ class PlainText:
         self.clear()
 
     def clear(self) -> None:
-        """See ``Text.clear``."""
+        """Start a new, empty text."""
         self.table = _Table(min(ORDERS * self._room, _TEXT_ENTRIES))
         self.tokens: list[int] = []
         self._ends: dict[int, list[int]] = {}  # hash of five tokens -> positions after their occurrences
 
     def append(self, tokens: Sequence[int], certain: bool) -> None:
-        """See ``Text.append``."""
+        """Append tokens up to the room of the text; its table learns them if they are ``certain``."""
         for token in tokens[: self._room - len(self.tokens)]:
             if certain and self.tokens:
                 self.table.learn(self.tail(), [(token, 1.0)], 0, len(self.tokens))
@@ -126,7 +126,7 @@ class PlainText:
                 self._ends.setdefault(self._end(self.tail()), []).append(len(self.tokens))
 
     def equals(self, tokens: NDArray[np.int32]) -> bool:
-        """See ``Text.equals``."""
+        """Return whether the text is ``tokens`` [n]."""
         return self.tokens == tokens.tolist()
 
     def tail(self) -> list[int]:
@@ -220,7 +220,7 @@ class PlainMemory:
         self._fine = np.zeros((3, OTHER + 1, _AGES, _DEPTHS, _RANKS, len(_MIDDLES), 2))
 
     def learn(self, text: Text, observation: Observation, temperature: float, reader: int | None, now: int) -> None:
-        """See ``Memory.learn``."""
+        """Learn the distributions of a decoding step, in this table and in the table of ``text``."""
         text = cast(PlainText, text)
         tails, depths = [text.tail()], [0]
         for token, parent in zip(observation.tokens, observation.parents, strict=True):
@@ -240,7 +240,7 @@ class PlainMemory:
             text.table.learn(tail, kept, 0, len(text.tokens))
 
     def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
-        """See ``Memory.learn_tokens``."""
+        """Learn ``tokens`` as certain continuations of ``text``, and append them."""
         text = cast(PlainText, text)
         for depth, token in enumerate(tokens.tolist()):
             tail, certain = text.tail(), [(token, 1.0)]
@@ -251,13 +251,13 @@ class PlainMemory:
             text.append([token], certain=False)
 
     def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
-        """See ``Memory.predict``."""
+        """Return up to ``most`` tokens that may follow ``text``, in descending order, and their probabilities."""
         text = cast(PlainText, text)
         best = self._mix(text, text.tail(), None, None).best(most)
         return [token for token, _ in best], [q for _, q in best]
 
     def drop(self, before: int = 0, reader: int = 0) -> int:
-        """See ``Memory.drop``."""
+        """Remove entries last learnt before a time, and those of the request ``reader``; return their number."""
         count = self.used()
         for entries in self._table.sets:
             entries[:] = [
@@ -268,11 +268,11 @@ class PlainMemory:
         return count - self.used()
 
     def used(self) -> int:
-        """See ``Memory.used``."""
+        """Return the number of entries in use."""
         return sum(map(len, self._table.sets))
 
     def contents(self) -> Contents:
-        """See ``Memory.contents``."""
+        """Return a copy of the table in the layout of the library in C."""
         places, entries = bytearray(8 * self.entries), bytearray(56 * self.entries)
         for number, held in enumerate(self._table.sets):
             for way, entry in enumerate(held):
@@ -289,7 +289,7 @@ class PlainMemory:
         return Contents(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts))
 
     def load(self, contents: Contents) -> None:
-        """See ``Memory.load``."""
+        """Replace the entries by those of a table of the same size."""
         places, entries = contents.places.numpy().tobytes(), contents.entries.numpy().tobytes()
         for number, held in enumerate(self._table.sets):
             held.clear()
@@ -480,7 +480,7 @@ class PlainDrafting:
     """Drafter over the memories of several sequences."""
 
     def draft(self, queries: Sequence[DraftQuery], most: int, floor: float, chains: bool) -> DraftNodes:
-        """See ``Drafting.draft``."""
+        """Draft the most probable nodes of all sequences, one node at a time."""
         heap: list[tuple[float, int, int, _Node, int, int]] = []
         order, sizes, nodes = count(), [0] * len(queries), DraftNodes([], [], [], [], [])
 
@@ -509,7 +509,7 @@ class PlainDrafting:
         return nodes
 
     def draw(self, queries: Sequence[DraftQuery], most: int, floor: float) -> tuple[DraftNodes, ChildDraws]:
-        """See ``Drafting.draw``."""
+        """Draft nodes whose last children are drawn, one node at a time."""
         order, sizes, nodes = count(), [0] * len(queries), DraftNodes([], [], [], [], [])
         rows = len(queries) + most
         child, ids, q = [-1] * rows, [0] * (KEPT * rows), [0.0] * (KEPT * rows)

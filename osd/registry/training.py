@@ -74,7 +74,7 @@ class FundReport(msgspec.Struct, frozen=True):
 
     @property
     def undecided(self) -> VersionEffect | None:
-        """The version on trial, else the latest in service while its effect is not certain."""
+        """Effect of the version on trial, else of the latest version in service if it is not decided yet."""
         if self.trial is not None or not self.effects:
             return self.trial
         return None if self.effects[-1].is_decided else self.effects[-1]

@@ -81,7 +81,7 @@ class FusedDecoder:
         self._alive = (layers, model, cache)
 
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
-        """See ``Decoder.forward``; all tensors are float32."""
+        """Run ``layers`` in one call of the kernels, in float32, see ``Decoder.forward``."""
         return self._run(rows, wanted, layers, states, None)
 
     def run_to_exit(
@@ -96,7 +96,7 @@ class FusedDecoder:
         return PartialForward(forward, native.stop, left.nonzero().flatten().tolist())
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """See ``Decoder.fill``."""
+        """Store the keys and values of ``layers`` in one call of the kernels, see ``Decoder.fill``."""
         library = kernels()
         assert library is not None  # noqa: S101
         states = states.float().contiguous()

@@ -57,7 +57,7 @@ class LeanDecoder:
         self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)  # [places, dim]
 
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
-        """See ``Decoder.forward``."""
+        """Run ``layers`` in the dtype of the embedding, see ``Decoder.forward``."""
         backend = attention.prepare(rows, self._cache)
         # [R, hidden]
         x = self._embedding(rows.token_ids) if states is None else states.to(self._embedding.weight.dtype)
@@ -81,7 +81,7 @@ class LeanDecoder:
         return Forward(logits, joined(tapped, self._taps, layers), x if layers.stop < len(self._layers) else None)
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """See ``Decoder.fill``."""
+        """Store the keys and values of ``layers``, with their key projections only, see ``Decoder.fill``."""
         x = states.to(self._embedding.weight.dtype)
         rotation = Rotation(self._cos, self._sin, rows.positions)
         for index in layers:

@@ -21,7 +21,7 @@ class Top:
     tail: Tensor
 
     def on_host(self) -> Top:
-        """Return the same on the host, without a copy if it is there already."""
+        """Return the distributions on the host, without a copy if they are there already."""
         return Top(*self.arriving().wait())
 
     def arriving(self) -> Arriving:
@@ -72,7 +72,7 @@ def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:
 
 
 def reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
-    """Return the same by PyTorch, for logits that the kernel does not read."""
+    """Return ``most_probable`` by PyTorch, for logits on any device and of any dtype."""
     chosen = logits.flatten(0, -2)[to_device(rows, logits.device)]
     values, ids = chosen.topk(k, -1)
     logp = values - chosen.logsumexp(-1, keepdim=True)

@@ -214,24 +214,24 @@ class Deployment:
         return self._outcome()
 
     def busy(self, domain: int) -> float:
-        """See ``ReplicaView``."""
+        """Return the core seconds that all represented replicas computed for a domain so far."""
         for replica in self.replicas:
             replica.catch_up()
         return self.copies * self._costs.cores * float(sum(replica.by_domain[domain] for replica in self.replicas))
 
     def gain(self, before: SimulatedVersion, after: SimulatedVersion) -> float:
-        """See ``ReplicaView``; computed for the mean number of streams and the fastest draft length."""
+        """Return the logarithm of the speed-up between versions, for the mean streams and the fastest draft length."""
         running = [replica.running for replica in self.replicas if replica.running]
         streams = max(round(sum(running) / len(running)), 1) if running else 1
         old, new = (self._pace(version, streams) for version in (before, after))
         return math.log(new / old)
 
     def has_requests(self, trainer: int) -> bool:
-        """See ``ReplicaView``."""
+        """Return whether a request runs on the trainer's machine; never on a dedicated machine."""
         return not self._scenario.trainers.dedicated and any(replica.running for replica in self._neighbours(trainer))
 
     def spare(self, trainer: int) -> float:
-        """See ``ReplicaView``; the same as ``trainer.capacity`` allows, or 1 on a dedicated machine."""
+        """Return the share of its time that the trainer may use, as ``trainer.capacity`` does; 1 if it is dedicated."""
         if self._scenario.trainers.dedicated:
             return 1.0
         if any(replica.waiting for replica in self._neighbours(trainer)):

@@ -118,13 +118,13 @@ class MeasuredStepCosts:
         ]
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
-        """See ``StepCosts``."""
+        """Return the seconds [n] of steps with ``nodes`` [n] nodes per stream, interpolated in the measurements."""
         seconds = np.interp(streams * (1 + nodes) + reading, self._rows, self._rounds)
         seconds = seconds + np.interp(nodes, self._drafts, self._proposals[streams])
         return seconds - np.where(nodes > 0, 0.0, self._spared[streams])
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """See ``StepCosts``."""
+        """Return the prompt tokens that a step reads by the measured seconds, at most ``most``."""
         return prompt_chunk(self._rounds, decoding, reading, most) if decoding else most
 
 
@@ -209,11 +209,11 @@ class PublishedStepCosts:
         self._chunk = settings.engine.prefill_chunk
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
-        """See ``StepCosts``."""
+        """Return the seconds [n] of steps with ``nodes`` [n] nodes per stream, computed from the roofline."""
         return self._round(streams, streams * (1 + nodes) + reading) + np.ceil(nodes) * self._step
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """See ``StepCosts``."""
+        """Return the prompt tokens that a step reads by the computed seconds, at most ``most``."""
         if not decoding:
             return most
         if decoding not in self._rounds:

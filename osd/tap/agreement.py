@@ -32,7 +32,7 @@ _CHAT = [
 
 
 class AgreementError(ValueError):
-    """The upstream's model is not known to be the target; the message is one line."""
+    """Error of an upstream whose model is not known to be the target; the message is one line."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ _ENDS = ("stop", "length", "tool_calls")
 
 
 class AnswerError(ValueError):
-    """The data is not a complete answer in OpenAI's format."""
+    """Error of data that is not a complete answer in OpenAI's format."""
 
 
 @dataclass

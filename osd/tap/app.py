@@ -27,7 +27,7 @@ _IDLE_SECONDS = 75  # time limit of an idle connection of a client
 
 
 class ListenError(OSError):
-    """The tap cannot listen on an address; the message is one line."""
+    """Error of an address that the tap cannot listen on; the message is one line."""
 
 
 class _Server(uvicorn.Server):

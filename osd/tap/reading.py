@@ -67,7 +67,7 @@ _SAMPLING = {"temperature": 1.0, "top_k": 0.0, "top_p": 1.0}
 
 
 class NotCapturedError(Exception):
-    """The answer is not captured; ``reason`` is a label of the metric."""
+    """Refusal to capture an answer; ``reason`` is a label of the metric."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)

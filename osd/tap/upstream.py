@@ -21,7 +21,7 @@ _TAP_HEADERS = frozenset((b"host", b"expect"))  # the tap sets Host and answers 
 
 
 class AddressError(ValueError):
-    """The address of the upstream is invalid; the message is one line."""
+    """Error of an invalid address of the upstream; the message is one line."""
 
 
 class _Stream(httpx2.AsyncByteStream):

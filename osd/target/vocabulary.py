@@ -126,7 +126,7 @@ class Vocabulary:
 
     @cached_property
     def distinct(self) -> frozenset[Token]:
-        """The distinct tokens, without ids."""
+        """Distinct tokens, without their ids."""
         return frozenset(self.tokens.values())
 
     @cached_property

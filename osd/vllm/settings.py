@@ -14,7 +14,7 @@ _LEAST, _MOST = 8, 1_000_000
 
 
 class SettingsError(ValueError):
-    """A setting is invalid; the message is one sentence that names the setting."""
+    """Error of an invalid setting; the message is one sentence that names the setting."""
 
 
 @dataclass(frozen=True)

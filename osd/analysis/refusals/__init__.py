@@ -9,4 +9,4 @@ from __future__ import annotations
 
 
 class RefusalsError(ValueError):
-    """A file, the service or the judge failed; the message is one line with the reason."""
+    """Error of a file, the service or the judge; the message is one line with the reason."""

@@ -12,7 +12,7 @@ from osd.files import replace
 
 
 class ScalingError(ValueError):
-    """The points are invalid or do not allow the prediction; the message is one line with the reason."""
+    """Error of points that are invalid or do not allow the prediction; the message is one line with the reason."""
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

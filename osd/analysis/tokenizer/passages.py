@@ -13,7 +13,7 @@ from osd.traffic.prompt import Prompt
 
 
 class PassageError(ValueError):
-    """There is too little traffic, or it is from another target; the message is one line."""
+    """Error of too little traffic, or of traffic from another target; the message is one line."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class DividedTarget(SlotModel):
     def forward(
         self, rows: PackedRows, wanted: Tensor, layers: range | None = None, states: Tensor | None = None
     ) -> Forward:
-        """See ``SlotModel.forward``.
+        """Run a forward in all processes, see ``SlotModel.forward``.
 
         Raises:
             ValueError: as there, or the rows have a selection of context, which would differ between processes.
@@ -70,7 +70,7 @@ class DividedTarget(SlotModel):
             return super().forward(rows, wanted, layers, states)
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """See ``SlotModel.fill``.
+        """Store keys and values in all processes, see ``SlotModel.fill``.
 
         Raises:
             TargetLostError: the call failed in one of the processes.
