@@ -17,7 +17,7 @@ from serving.metrics.report import ServiceTotals
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model.
+    """Served model, as clients see it.
 
     Attributes:
         id: name that clients request.
@@ -35,7 +35,7 @@ class ServedModel:
 
 
 class ChatTemplateError(ValueError):
-    """The model has no chat template, or its template rejects the messages."""
+    """Error of a missing chat template, or of messages that the template rejects."""
 
 
 class MonitoredService(Protocol):

@@ -34,7 +34,7 @@ _IDLE_SECONDS = 600.0
 
 
 class CheckpointError(ValueError):
-    """A checkpoint exists but cannot be read; the message is one line."""
+    """Error of a checkpoint that exists but cannot be read; the message is one line."""
 
 
 def save(

@@ -123,7 +123,7 @@ class Investor:
         self._verdict: tuple[bool, int] | None = None
         self._covered: int | None = None
         self.decision: Decision | None = None
-        """The last decision; None before the first."""
+        """Last decision; None before the first."""
 
     def observe_loads(self, loads: Mapping[str, ReplicaLoad]) -> None:
         """Charge the CPU seconds since the last reading, and the step seconds that requests lost."""

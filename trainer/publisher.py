@@ -37,11 +37,11 @@ _CANARY_SECONDS = 0.5
 
 
 class StoppedError(Exception):
-    """The worker was stopped during an evaluation."""
+    """Stop of the worker during an evaluation."""
 
 
 class NotYetError(Exception):
-    """No version is available to start from; the message gives the reason."""
+    """Lack of a version to start from; the message gives the reason."""
 
 
 @dataclass(frozen=True)

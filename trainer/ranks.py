@@ -123,9 +123,9 @@ class SharedDistiller(Distiller):
 
     Attributes:
         domain: the domain of the drafter.
-        owed: whether other ranks have gradients that are not collected yet.
-        taken: whether the other ranks have this drafter.
-        fresh: whether the other ranks have the current weights.
+        has_uncollected: whether other ranks have gradients that are not collected yet.
+        is_loaded: whether the other ranks have this drafter.
+        is_current: whether the other ranks have the current weights.
     """
 
     def __init__(self, domain: str, drafter: Trainable, settings: TrainerSettings, rank_zero: RankZero) -> None:
@@ -155,7 +155,7 @@ class SharedDistiller(Distiller):
         return super().update()
 
     def _collect(self) -> None:
-        """Have all gradients here, for an update that follows."""
+        """Collect the gradients of all ranks here, before an update."""
         if self.has_uncollected:
             self._rank_zero.collect(self)
         self.has_uncollected = self.is_current = False

@@ -22,7 +22,7 @@ UNREAD_SECONDS = 60.0
 
 
 class Disconnected(Exception):
-    """The client disconnected, so the request needs no further work."""
+    """Disconnect of the client, after which the request needs no further work."""
 
 
 class Generation:

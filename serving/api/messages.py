@@ -66,7 +66,7 @@ class NamedTool(Body):
 
 
 class ToolChoiceMode(Body):
-    """Whether the model may or must call a function, and which function; None for any function."""
+    """Choice whether the model may or must call a function, and which function; None for any function."""
 
     type: Literal["none", "auto", "required", "function"]
     function: _FunctionName | None = None

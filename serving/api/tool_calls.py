@@ -68,7 +68,7 @@ TOOL_FORMATS = {
 
 
 class NoToolsError(ValueError):
-    """The chat template of the model does not support tools; the message gives the reason in one sentence."""
+    """Error of a chat template that does not support tools; the message gives the reason in one sentence."""
 
 
 def tool_format(template: str) -> ToolFormat:

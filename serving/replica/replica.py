@@ -58,7 +58,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 class SharedMetrics(Protocol):
-    """The metrics of all replicas; methods return None if the metrics actor cannot be reached."""
+    """Metrics of all replicas; methods return None if the metrics actor cannot be reached."""
 
     def push(self, report: Report) -> float | None:
         """Deliver a report, with a time limit; return the seconds until the next report."""

@@ -44,16 +44,16 @@ _SWITCHES_KEY = "osd:control"
 
 
 class Switches(msgspec.Struct, frozen=True):
-    """The operator's switches; without ``speculation`` every request decodes plainly."""
+    """Switches of the operator; without ``speculation`` every request decodes plainly."""
 
     speculation: bool = True
 
 
 class Control(RedisClient):
-    """The switches in Redis; each call is one round trip.
+    """Switches in Redis; each call is one round trip.
 
     Raises:
-        redis.exceptions.RedisError: Redis does not answer, or holds something else under the key.
+        redis.exceptions.RedisError: Redis does not answer, or holds other data under the key.
     """
 
     def get(self) -> Switches:
@@ -89,11 +89,11 @@ class TableSizes:
 
 
 class LoadReports:
-    """Reports the load of an engine to Redis, and follows the operator's switches.
+    """Reporter of an engine's load to Redis, which also follows the operator's switches.
 
-    A report goes out when requests start or stop waiting, every ``LOAD_SECONDS`` while a trainer on this machine reads
-    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it carries the engine's work, and the
-    measured effects of versions on trial go out.
+    It sends a report when requests start or stop waiting, every ``LOAD_SECONDS`` while a trainer on this machine reads
+    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it also sends the engine's
+    work and the measured effects of versions on trial.
     """
 
     def __init__(
