@@ -90,7 +90,7 @@ class Mean:
 
     @property
     def below_zero(self) -> bool:
-        """True if the mean is below zero by more than three standard errors."""
+        """Whether the mean is below zero by more than three standard errors."""
         return self.value < -_SIGMAS * self.error - 1e-6
 
     def text(self) -> str:

@@ -86,7 +86,7 @@ class Seeds:
         self._writes = False
 
     async def answer(self, seconds: float, on_change: Callable[[Tally], None]) -> Tally:
-        """Have prompts answered, a few at a time, for ``seconds``; see ``keep_asking``."""
+        """Send prompts for ``seconds``, a few at a time, and return the counts; see ``keep_asking``."""
         return await keep_asking(self._client, self.next, _USERS, seconds, _TOKENS, on_change)
 
     async def next(self) -> Prompt:

@@ -50,7 +50,7 @@ class WarmStart:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop it."""
+        """Stop the warm start, and wait up to five seconds for its end."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(5)

@@ -159,7 +159,7 @@ def row(name: str, directory: Path) -> str:
 
 
 def table() -> str:
-    """Return the whole table."""
+    """Return the table of all models, each of which is written and checked."""
     rows: list[str] = []
     for name in [*FAMILIES, *VARIANTS]:
         with tempfile.TemporaryDirectory() as directory:

@@ -99,7 +99,7 @@ class EconomySession:
 
     @property
     def agrees(self) -> bool:
-        """True if the interval of the difference contains zero."""
+        """Whether the interval of the difference contains zero."""
         return abs(self.difference) <= math.hypot(self.width, _SIGMAS * self.offline_error)
 
 

@@ -120,11 +120,11 @@ class SessionSource:
         return self.session.reach(self.slots)
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Return logits after nodes."""
+        """Return the logits [M, Vd] after ``nodes`` [M] of sequences ``rows`` [M]."""
         return self.session.expand(self.slots, builder, rows, nodes)
 
     def acceptance(self) -> Tensor:
-        """Return acceptance probabilities after the last call without roots."""
+        """Return the probabilities [M] that the target accepts the nodes of the last call; 1/2 without a head."""
         return self.session.acceptance()
 
 

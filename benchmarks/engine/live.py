@@ -60,7 +60,7 @@ class LiveBatch(SessionSource):
         session.commit(slot, CommittedTokens(list(prompt[1:]), hidden))
 
     def expand(self, builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Return logits after nodes; each root is expanded once per step only."""
+        """Return the logits [M, Vd] after ``nodes`` [M]; the drafter runs for each root only once per step."""
         self.calls += 1
         if self._after_root is None:
             slots = torch.arange(len(self.slots), device=rows.device)

@@ -34,7 +34,7 @@ class Synthetic:
         self._acceptance, self._random = acceptance, random.Random(seed)  # noqa: S311 - not a secret
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) -> tuple[list[int], int]:
-        """Return the kept path and the token after it, see ``osd.verification.greedy.Walk``."""
+        """Return the kept path and the token after it, see ``osd.verification.base.Walk``."""
         path = longest_path(parents)
         length = self._acceptance * len(path)
         kept = path[: int(length) + (self._random.random() < length % 1)]

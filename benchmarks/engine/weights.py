@@ -115,7 +115,7 @@ class ForwardTimes:
 
 @torch.inference_mode()
 def speedups(full: SlotModel, narrow: SlotModel) -> dict[int, ForwardTimes]:
-    """Time forwards of ``ROWS`` tokens."""
+    """Return the times of forwards of each number of tokens in ``ROWS``, in turns, by this number."""
     times = {}
     for count in ROWS:
 

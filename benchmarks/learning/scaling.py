@@ -78,7 +78,7 @@ def scaling(
 ) -> None:
     """Measure drafters of several sizes along a stream.
 
-    CostMeasurement on unseen records: the divergence from the target and the target's entropy, acceptance, the time of
+    Measured on unseen records: the divergence from the target and the target's entropy, acceptance, the time of
     forwards and the speed-up in the engine; also the CPU seconds of training. An interrupted run trains the sizes with
     missing points again. osd analyze scaling reads the points.
     """

@@ -72,7 +72,7 @@ class ServicePass:
 
     @property
     def charged_speed(self) -> float:
-        """``speed`` with the trainer's CPU time added to the engine time, divided among the engine's cores."""
+        """Tokens per second of engine time and training; the trainer's CPU time is divided among the engine's cores."""
         return self.end.tokens / (self.end.busy + self.end.training / self.cores)
 
     @property
@@ -162,7 +162,7 @@ class NetResults:
 
     @property
     def ways(self) -> list[str]:
-        """CostMeasurement ways in the order of ``WAYS``."""
+        """Measured ways in the order of ``WAYS``."""
         return [way for way in WAYS if way in self.turns[0]]
 
     @property

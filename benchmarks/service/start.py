@@ -75,7 +75,7 @@ class StartFigures:
 
     @property
     def full_ratio(self) -> float:
-        """The same with all slots full and without recall's table."""
+        """Resident bytes with full slots and without recall's table, divided as in ``ratio``."""
         return (self.full - self.table) / (self.weights + self.kv)
 
 
