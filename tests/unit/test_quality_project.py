@@ -7,7 +7,6 @@ import graphlib
 import json
 import re
 import tomllib
-from collections import defaultdict
 from pathlib import Path
 
 import grimp
@@ -74,27 +73,6 @@ def test_no_imports_go_in_a_circle():
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as circle:
         pytest.fail(" -> ".join(circle.args[1]))
-
-
-def test_every_public_method_has_a_docstring_or_inherits_one():
-    parents: dict[str, set[str]] = defaultdict(set)
-    documented: dict[str, set[str]] = defaultdict(set)
-    public: list[tuple[str, str]] = []
-    for file in (file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
-        for node in (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)):
-            methods = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
-            parents[node.name] |= {
-                name.id for base in node.bases for name in ast.walk(base) if isinstance(name, ast.Name)
-            }
-            documented[node.name] |= {method.name for method in methods if ast.get_docstring(method)}
-            public += [
-                (node.name, method.name) for method in methods if not f"{node.name}.{method.name}".startswith("_")
-            ]
-
-    def is_documented(name: str, method: str) -> bool:
-        return method in documented[name] or any(is_documented(parent, method) for parent in parents[name] - {name})
-
-    assert [f"{name}.{method}" for name, method in public if method[0] != "_" and not is_documented(name, method)] == []
 
 
 def exported() -> set[str]:
