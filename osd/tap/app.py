@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from osd.addresses import is_loopback, plain
 from osd.config import Settings, TapSettings
+from osd.http_protocol import BoundedProtocol
 from osd.tap.agreement import ServedTarget
 from osd.tap.captures import Captures
 from osd.tap.metrics import TapMetrics
@@ -98,11 +99,15 @@ def allowed(tap: TapSettings) -> frozenset[str] | None:
 
 
 def server_of(application: ASGIApp, drain: int) -> uvicorn.Server:
-    """Return an HTTP server that ignores signals and waits up to ``drain`` seconds for running requests at its end."""
+    """Return an HTTP server with limits on headers that ignores signals.
+
+    At its end it waits up to ``drain`` seconds for running requests.
+    """
     return _Server(
         uvicorn.Config(
             application,
             interface="asgi3",
+            http=BoundedProtocol,
             lifespan="off",
             ws="none",
             log_config=None,

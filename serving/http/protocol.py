@@ -1,28 +1,12 @@
-"""HTTP/1.1 protocol of Ray Serve's proxy, with limits on headers and errors in OpenAI's format."""
+"""HTTP/1.1 protocol of Ray Serve's proxy, which counts the requests that it refuses."""
 
 from __future__ import annotations
 
-import asyncio
-from http import HTTPStatus
-
 from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serving.http.errors import ApiError
+from osd.http_protocol import BoundedProtocol
 from serving.http.paths import UNREAD
 from serving.metrics.http_counts import COUNTS
-
-MOST_HEAD_BYTES = 64 << 10
-"""Limit on the request line and headers together, and on the data between chunks of a body and on its trailers."""
-
-HEAD_SECONDS = 20
-"""Time limit for receiving the request line and headers."""
-
-_TOO_LARGE = ApiError(
-    431, f"The request line and the headers are larger than {MOST_HEAD_BYTES} bytes.", code="request_too_large"
-)
-_LATE = ApiError(408, f"The request line and the headers did not arrive within {HEAD_SECONDS} seconds.", code="timeout")
-_BROKEN = ApiError(400, "The request is not valid HTTP/1.1.", code="invalid_http")
 
 
 def install() -> None:
@@ -30,103 +14,8 @@ def install() -> None:
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{Protocol.__qualname__}"
 
 
-class Protocol(HttpToolsProtocol):
-    """HTTP connection that answers one request at a time and does not support pipelining.
+class Protocol(BoundedProtocol):
+    """HTTP connection that counts its refusals in ``COUNTS``."""
 
-    If a request arrives before the previous one is answered, it is not read, and the connection closes after the
-    current response, as HTTP allows. Otherwise a packet with a thousand small requests would fill the memory, and a
-    disconnect would cancel the wrong request.
-    """
-
-    _head_bytes = 0  # since the last complete head or part of a body
-    _ends = False
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """See ``asyncio.Protocol``."""
-        super().connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See ``asyncio.Protocol``."""
-        self._expect_nothing()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """See ``asyncio.Protocol``."""
-        if self._ends:
-            return
-        if self._late is None and not self._answering:
-            self._expect_head()
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if not self._ends and self._head_bytes > MOST_HEAD_BYTES:
-            self._refuse(_TOO_LARGE)
-
-    def on_message_begin(self) -> None:
-        """See ``httptools``."""
-        if self._answering:
-            self.cycle.keep_alive = False
-            self._ends = True
-            raise _NotReadError
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """See ``httptools``."""
-        self._head_bytes = 0
-        self._expect_nothing()
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEAD_BYTES:
-            self._refuse(_TOO_LARGE)
-            raise _NotReadError
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        """See ``httptools``."""
-        self._head_bytes = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """See ``httptools``."""
-        self._head_bytes = 0
-        super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer 400 to data that is not HTTP; the message of uvicorn is not used."""
-        if not self._ends:
-            self._refuse(_BROKEN)
-
-    def _expect_head(self) -> None:
-        self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
-
-    def _expect_nothing(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _head_is_late(self) -> None:
-        if self._head_bytes:
-            self._refuse(_LATE)
-        else:  # no data at all: clients open connections in advance
-            self.transport.close()
-
-    @property
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
-
-    def _refuse(self, error: ApiError) -> None:
-        """Send the error and close the connection; if a response has started, only close the connection."""
-        self._ends = True
-        if not (self._answering and self.cycle.response_started):
-            COUNTS[UNREAD, error.status] += 1
-            response = error.response()
-            response.headers["connection"] = "close"
-            head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
-            head += [name + b": " + value for name, value in response.raw_headers]
-            parser = self.parser
-            body = b"" if parser is not None and parser.get_method() == b"HEAD" else bytes(response.body)
-            self.transport.write(b"\r\n".join([*head, b"", body]))
-        self.transport.close()
-
-
-class _NotReadError(Exception):
-    """Signal to the parser to stop reading."""
+    def count_refusal(self, status: int) -> None:
+        COUNTS[UNREAD, status] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from deploy.upstream_dashboard import UpstreamDashboard
 from osd.capture.server import RedisServer
 from osd.config import Settings
 from osd.drafting.eagle.drafter import Eagle
+from osd.http_protocol import MOST_HEAD_BYTES
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.tap.agreement import agree
@@ -28,7 +30,7 @@ from tests.redis_servers import free_port
 from tests.tiny import make_tiny
 from tests.upstream import MODEL, Upstream, serving
 from tests.vllm_metrics import vllm_metrics
-from tests.waiting import background
+from tests.waiting import HANG_SECONDS, background
 
 
 @dataclass
@@ -107,6 +109,14 @@ def test_admin_routes_of_the_tap_need_the_key(world):
         assert (versions["stable"], versions["pinned"]) == (2, True)
         assert client.get("/dashboard/data", headers={"host": "evil.example"}).status_code == 403
         assert client.post("/v1/completions", json={}).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["port", "metrics_port", "dashboard_port"])
+def test_too_large_head_is_431_on_every_port(world, name):
+    address = ("127.0.0.1", getattr(world.settings.tap, name))
+    with socket.create_connection(address, timeout=HANG_SECONDS) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * MOST_HEAD_BYTES)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 431 ")
 
 
 def test_taken_port_error_names_the_setting(world):

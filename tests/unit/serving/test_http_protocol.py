@@ -1,4 +1,4 @@
-"""Errors of the proxy's HTTP protocol, over real sockets."""
+"""Limits and errors of the HTTP protocol, over real sockets, in the service's proxy and in the servers of a tap."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import time
 import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse, StreamingResponse
+from uvicorn.config import HTTP_PROTOCOLS
 
+from osd import http_protocol
+from osd.http_protocol import MOST_HEAD_BYTES
+from osd.tap.app import server_of
 from serving.front import middlewares
-from serving.http import protocol as http_protocol
 from serving.http.paths import UNREAD
-from serving.http.protocol import MOST_HEAD_BYTES
 from serving.metrics.http_counts import COUNTS
 from tests.waiting import HANG_SECONDS, background, wait_until
 
 
 class RecordingApplication:
-    """Application behind uvicorn, configured as in Ray's proxy, that records requests and disconnects."""
+    """Application that records requests and disconnects."""
 
     def __init__(self):
         self.started, self.disconnected = [], []
@@ -52,12 +54,23 @@ def application():
     return RecordingApplication()
 
 
-@pytest.fixture(scope="module")
-def port(application):
+def proxy(application):
+    """Return a server that is configured as in Ray's proxy."""
     middlewares()
-    config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none")
-    server = uvicorn.Server(config)
-    with socket.socket() as listening:
+    return uvicorn.Server(uvicorn.Config(application, lifespan="off", log_config=None, ws="none"))
+
+
+def tap(application):
+    """Return a server of the tap, of its metrics or of the dashboard of ``osd learn``."""
+    return server_of(application, drain=1)
+
+
+@pytest.fixture(scope="module", params=[proxy, tap])
+def port(application, request):
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as listening:
+        # Without this, the protocol that a proxy installs in this process would protect the tap too.
+        patch.setitem(HTTP_PROTOCOLS, "auto", "uvicorn.protocols.http.auto:AutoHTTPProtocol")
+        server = request.param(application)
         listening.bind(("127.0.0.1", 0))
         listening.listen()
 
@@ -114,6 +127,7 @@ def test_invalid_http_is_400_in_openai_format(port, data):
     }
 
 
+@pytest.mark.parametrize("port", [proxy], indirect=True)
 def test_requests_refused_unread_are_counted(port):
     before = COUNTS.copy()
     exchange(port, b"nonsense\r\n\r\n")
