@@ -94,5 +94,5 @@ class Mean:
         return self.value < -_SIGMAS * self.error - 1e-6
 
     def text(self) -> str:
-        """Return the mean and its error as text."""
+        """Return "mean ±error" with three and two decimal places."""
         return f"{self.value:.3f} ±{self.error:.2f}"

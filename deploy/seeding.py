@@ -90,7 +90,7 @@ class Seeds:
         return await keep_asking(self._client, self.next, _USERS, seconds, _TOKENS, on_change)
 
     async def next(self) -> Prompt:
-        """Return the next prompt."""
+        """Return a prompt written by the target, or a given prompt, in turn; the target writes several at a time."""
         self._writes = not self._writes and bool(self._opening)
         if self._writes:
             if not self._ready:

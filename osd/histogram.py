@@ -45,5 +45,5 @@ class Histogram:
         self.sum += times * value
 
     def copy(self) -> Histogram:
-        """Return an independent copy."""
+        """Return a copy that further values do not change."""
         return replace(self, counts=list(self.counts))

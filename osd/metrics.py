@@ -96,7 +96,7 @@ class Metric(Generic[Source]):
 
 
 def named(key: str, labels: Labels) -> Name:
-    """Return the name of the value with a key and labels."""
+    """Return the key alone without labels, else a tuple of the key and the labels."""
     return (key, *labels) if labels else key
 
 
@@ -145,7 +145,7 @@ class SpeculationCounts:
 
     @classmethod
     def sum(cls, counts: Iterable[SpeculationCounts]) -> SpeculationCounts:
-        """Return the sum of several counts."""
+        """Return a new sum of ``counts``, which stay unchanged; zeros without any."""
         total = cls()
         for part in counts:
             total.add(part)
@@ -169,7 +169,7 @@ class SpeculationCounts:
             self._source(source).accepted += 1
 
     def add(self, other: SpeculationCounts) -> None:
-        """Add the counts of ``other``."""
+        """Add all counts of ``other``, also by depth and by source."""
         self.rounds += other.rounds
         self.drafted += other.drafted
         self.accepted += other.accepted

@@ -102,7 +102,7 @@ def start(settings: Settings, redis_url: str, **options: Any) -> TrainerActors:
 
 
 def actor_names(count: int) -> list[str]:
-    """Return the actor names of ``count`` trainers."""
+    """Return the actor names of ``count`` trainers; the numbers begin with the second trainer."""
     return [ACTOR_NAME, *(f"{ACTOR_NAME}-{number}" for number in range(2, count + 1))]
 
 

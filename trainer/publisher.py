@@ -165,7 +165,7 @@ class Publisher:
         versions.record_event("drift", drift.version, **figures)
 
     def due(self, learner: Learner) -> bool:
-        """Return whether a candidate is due."""
+        """Return whether a candidate is due and the pause after a failed proposal is over."""
         return learner.due and time.monotonic() >= self._gate_after
 
     def propose(self, learner: Learner) -> bool:

@@ -91,7 +91,7 @@ _answers = msgspec.msgpack.Decoder(GradientReport)
 
 
 def send(message: msgspec.Struct, rank: int) -> None:
-    """Send a message to ``rank``."""
+    """Send the length of a message and then its bytes to ``rank``."""
     data = bytearray(_encoder.encode(message))
     dist.send(torch.tensor([len(data)]), rank)
     dist.send(torch.frombuffer(data, dtype=torch.uint8), rank)

@@ -58,7 +58,7 @@ class CostMeter:
         self._add(contended=contended, slowed=lost, unpublished=lost)
 
     def start_version(self) -> None:
-        """Start the cost of the next version."""
+        """Reset the cost since the last version; the total cost continues."""
         self._cost = msgspec.structs.replace(self.current(), unpublished=0.0)
 
     def resume(self, saved: TrainingCost, reported: Training) -> None:

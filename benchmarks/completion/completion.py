@@ -104,7 +104,7 @@ class CompletionSummary:
 
     @classmethod
     def of(cls, completions: Sequence[ScoredCompletion]) -> Self:
-        """Count completions."""
+        """Return the numbers and means of at least one completion."""
         return cls(
             len(completions),
             sum(completion.similar < WRONG for completion in completions),

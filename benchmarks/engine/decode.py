@@ -340,7 +340,7 @@ def time_forwards(
 
 
 def summarize(waves: Sequence[DecodeWave], model: StepModel, streams: int) -> DecodeResult:
-    """Return the result of all waves."""
+    """Return medians over the waves of both ways, their ratios, and the efficiency relative to ``model``."""
     plain, drafted = _split_waves(waves)
     plain_speeds, speeds = ([wave.tokens_per_second for wave in way] for way in (plain, drafted))
     speedup, speed = ratios(speeds, plain_speeds), Spread.of(speeds)

@@ -151,7 +151,7 @@ def _log_ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float,
 
 
 def table(results: Sequence[EconomySession]) -> Table:
-    """Return a table of all sessions."""
+    """Return a table with both speed-ups of each session, their intervals and the price of trials."""
     rows = [
         (
             str(number), f"{math.exp(result.offline):.3f} ±{_SIGMAS * result.offline_error:.3f}",

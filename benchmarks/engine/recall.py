@@ -320,7 +320,7 @@ def summarize(setup: RecallSetup, waves: Sequence[RecallWave]) -> RecallFigures:
 
 
 def tables(figures: RecallFigures) -> list[Table]:
-    """Return a table for each phase."""
+    """Return a table of the first requests and a table of the unseen prompts."""
     return [_gain_table("the first requests", figures.first), _gain_table("unseen prompts", figures.unseen)]
 
 

@@ -142,7 +142,7 @@ class RuleComparison:
         return f"temperature {self.temperature:g}{limit}, {self.contexts} contexts"
 
     def table(self) -> Table:
-        """Return a table of the results."""
+        """Return a table with a row for each rule, grouped by the way to draw and the number of drafts."""
         lengths = any(row.length is not None for row in self.rows)
         names = (*(["tokens/step"] if lengths else []), "first token", "formula", "bound", "gap")
         table, before = Table(self.title, ("draw, drafts, rule", *names), []), ""

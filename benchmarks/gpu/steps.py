@@ -64,7 +64,7 @@ class GpuRun:
         return "small" if self.small else shape
 
     def target(self, shape: str, slots: int) -> SlotModel:
-        """Return a random target with ``slots`` slots."""
+        """Return a target of a shape with random weights and ``slots`` KV slots."""
         return self.over_slots(self.model(shape), slots)
 
     def model(self, shape: str) -> nn.Module:

@@ -215,7 +215,7 @@ class Experiment:
         return OfflineAcceptance(drafter, self.setup.tokenizer, policy, context, self.size.tokens, target)
 
     def recipe(self, passes: float, interval: int, seed: int) -> Recipe:
-        """Return the recipe of this experiment."""
+        """Return the recipe with the experiment's trainer settings, draft depth and vocabulary."""
         vocabulary = load_config(self.setup.directory).vocab_size
         return Recipe(self.settings.trainer, self.settings.growth.lookahead, vocabulary, passes, interval, seed=seed)
 

@@ -133,7 +133,7 @@ class RecordingWriter:
         self._lock.release()
 
     def add(self, trace: Trace) -> None:
-        """Append a record."""
+        """Append a trace with its size and checksum, and flush the file; raise RecordingError outside the context."""
         if self._file is None:
             raise RecordingError("the recording is not open")
         data = packed(trace)

@@ -66,7 +66,7 @@ class DemoRun:
 
     @property
     def now(self) -> MetricsSample:
-        """Last sample."""
+        """Last sample; zeros before the first sample."""
         return self.samples[-1] if self.samples else _EMPTY
 
     def acceptance(self, window: float = 10.0) -> list[tuple[float, float]]:

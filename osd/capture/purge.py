@@ -73,7 +73,7 @@ class Purges(RedisClient):
         return {request.decode(): purged_at for request, purged_at in entries}
 
     def answer(self, request: str, member: Member, removed: RemovedData) -> None:
-        """Write the answer of a member."""
+        """Write the data that a member removed for a purge; the answer expires with the purge."""
         with self._client.pipeline(transaction=True) as pipe:
             pipe.hset(_ANSWERS + request, ":".join(member), msgspec.json.encode(removed))
             pipe.pexpire(_ANSWERS + request, int(1000 * REMEMBERED_SECONDS))

@@ -191,7 +191,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return values.astype(np.float32) * scale[:, : values.shape[1]]
 
     def without_states(self) -> Trace:
-        """Return the trace without hidden states."""
+        """Return a copy without hidden states; their weight ``states_weight`` becomes 0."""
         return msgspec.structs.replace(self, hidden=None, hidden_scale=None, states_weight=0.0)
 
     def with_rounded_states(self) -> Trace:

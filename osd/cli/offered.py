@@ -117,7 +117,7 @@ class Group(TyperGroup):
         return [*(command.name for command in self._offered()), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by name."""
+        """Return a command by name; a command of another package is imported only when it runs."""
         command = next((command for command in self._offered() if command.name == cmd_name), None)
         return super().get_command(ctx, cmd_name) if command is None else _LazyCommand(command)
 

@@ -48,7 +48,7 @@ class Table:
         return grid
 
     def markdown(self) -> str:
-        """Return the table as Markdown."""
+        """Return the table as Markdown below its title, with numbers aligned right."""
         lines = [f"**{self.title}**", "", _line(self.columns), _line(["---", *["---:"] * (len(self.columns) - 1)])]
         return "\n".join([*lines, *(_line(row) for row in self.rows)]) + "\n"
 
@@ -80,7 +80,7 @@ class Plot:
         return _HEIGHT
 
     def svg(self) -> list[str]:
-        """Return the SVG elements of the plot."""
+        """Return the SVG elements of axes, lines, dots and marks, in pixels from the upper left corner."""
         most = max((x for line in self.lines.values() for x, _ in line), default=1) or 1
         wide, high = _WIDTH - _LEFT - _RIGHT - 150, _HEIGHT - _TOP - _BOTTOM
 
@@ -119,7 +119,7 @@ class Bars:
         return _LINE * (len(self.rows) + 3)
 
     def svg(self) -> list[str]:
-        """Return the SVG elements of the plot."""
+        """Return the SVG elements of all rows, in pixels from the upper left corner."""
         parts = [f'<text x="8" y="{_LINE}" font-weight="bold">{escape(self.title)}</text>']
         for number, (name, share, bound) in enumerate(self.rows, 2):
             y, at = _LINE * number, _NAMES + _SCALE * bound

@@ -42,7 +42,7 @@ class SelectedAttentionSettings(SelectionSettings):
 
     @property
     def selection(self) -> SelectedAttentionSettings | None:
-        """Settings of selective attention."""
+        """Settings of selective attention: these settings themselves."""
         return self
 
 

@@ -143,5 +143,5 @@ class TreeRows:
         return torch.tensor(self._wanted)
 
     def rows(self) -> PackedRows:
-        """Return all rows, on the host."""
+        """Return the rows added so far, for one forward, on the host."""
         return self._rows.build()

@@ -116,7 +116,7 @@ class DraftRequest:
 
     @property
     def greedy(self) -> bool:
-        """Whether the sequences are greedy."""
+        """Whether the sequences are greedy; they never mix with sampled sequences."""
         return self.settings[0].temperature == 0
 
     @cached_property
@@ -153,7 +153,7 @@ class Tree:
 
     @classmethod
     def chain(cls, tokens: list[int], source: str) -> Tree:
-        """Return a chain of ``tokens``."""
+        """Return a chain of ``tokens`` that all have the same ``source``."""
         return cls(tokens, list(range(ROOT, len(tokens) - 1)), [source] * len(tokens))
 
     def followed_by(self, tree: Tree) -> Tree:

@@ -119,7 +119,7 @@ class FrozenTarget:
         self._model: Any = None
 
     def on(self, device: torch.device) -> Any:
-        """Return the model on ``device``."""
+        """Return the frozen model; the first call reads it and moves it to ``device``."""
         if self._model is None:
             model: Any = self._load().requires_grad_(False)
             model.set_attn_implementation("sdpa")

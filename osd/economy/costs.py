@@ -46,7 +46,7 @@ class Curve:
         return {round(count): seconds for count, seconds in zip(self._counts, self._seconds, strict=True)}
 
     def along(self, counts: np.ndarray) -> np.ndarray:
-        """Return ``at`` of each of ``counts``."""
+        """Return the expected seconds [n] for ``counts`` [n], as ``at`` does."""
         if not self._counts:
             return np.zeros(len(counts))
         rises = max(0.0, self._rise(len(self._counts) - 1)) if len(self._counts) > 1 else 0.0
@@ -74,7 +74,7 @@ class Curve:
 
 
 def bucket(count: int) -> int:
-    """Return the smallest count in the bucket of ``count``."""
+    """Return the smallest count that shares the three highest bits of ``count``; counts up to 8 stay separate."""
     step = 1 << max(0, count.bit_length() - 3)
     return count if count <= 8 else count // step * step
 
@@ -122,7 +122,7 @@ class LiveCurve:
         return self._rest.at(count) * self._level.value * ratio
 
     def along(self, counts: np.ndarray) -> np.ndarray:
-        """Return ``at`` of each of ``counts``."""
+        """Return the expected seconds [n] for ``counts`` [n], as ``at`` does."""
         ratios = [ratio.at(self._seen) for ratio in self._ratios]
         return self._rest.along(counts) * self._level.value * np.interp(counts, _KNOTS, ratios)
 
@@ -230,7 +230,7 @@ class CostModel:
 
     @classmethod
     def of(cls, table: CostTable) -> CostModel:
-        """Make a model with the content of ``table``."""
+        """Make a model from a stored ``table``; the costs of reading are unknown until they are measured again."""
         model = cls(table.forwards)
         model._host, model._plain_host = Curve(table.hosts), Curve(table.plain_hosts)
         for kind, curves in table.proposals.items():

@@ -61,7 +61,7 @@ class Totals:
         self.covariates, self.work, self.seconds = [0.0] * _COVARIATES, [0.0] * 3, 0.0
 
     def add(self, step: Step) -> None:
-        """Add a step."""
+        """Add the seconds, the covariates and the plain work of a step."""
         n, p = step.streams, step.prompt_rows
         plain = step.tokens / n if n else 1.0
         for sums, values in (

@@ -105,7 +105,7 @@ class DraftGroup:
 
     @property
     def trees(self) -> Sequence[Tree]:
-        """Draft tree of each sequence."""
+        """Draft tree of each sequence, in the order of ``sequences``; chains of unknown tokens while pending."""
         return self.proposal.trees
 
     @property

@@ -62,7 +62,7 @@ class ActiveDrafter:
         self.users += 1
 
     def close(self, slot: int) -> None:
-        """Close a slot."""
+        """Free a slot of the session, whose sequence ended or was preempted."""
         self.users -= 1
         self.session.close(slot)
 
@@ -460,7 +460,7 @@ class DomainHandle:
 
     @property
     def drafter_version(self) -> int:
-        """Stable version."""
+        """Number of the stable version."""
         return self._pool.domains[self._domain].stable.version
 
     @property

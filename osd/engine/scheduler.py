@@ -54,7 +54,7 @@ class Scheduler:
         self._numbers, self._version_changes = count(), 0
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue a sequence."""
+        """Queue a sequence behind the waiting sequences of its priority."""
         sequence.number = next(self._numbers)
         insort(self.waiting, sequence, key=_order)
 

@@ -202,7 +202,7 @@ class SequenceState:
 
     @property
     def drafters(self) -> list[ActiveDrafter]:
-        """Drafters that are open for this sequence."""
+        """Drafters with an open slot for this sequence: the stable drafter, and an alternate drafter if any."""
         both = self.stable, None if self.alternate is None else self.alternate.drafter
         return [drafter for drafter in both if drafter is not None]
 

@@ -15,7 +15,7 @@ Key = tuple[str, int]
 
 
 def key_of(trace: Trace) -> Key:
-    """Return the key of a trace."""
+    """Return the request id and the segment number of a trace, which identify the record."""
     return trace.request_id, trace.segment
 
 
@@ -30,7 +30,7 @@ class Size(NamedTuple):
         return Size(self.tokens + sign * length(trace), self.bytes + sign * trace.nbytes)
 
     def fits(self, limit: Size) -> bool:
-        """Return whether the size is within a limit."""
+        """Return whether neither the tokens nor the bytes exceed a limit."""
         return self.tokens <= limit.tokens and self.bytes <= limit.bytes
 
 

@@ -53,7 +53,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, batch: DistillBatch) -> Scores:
-        """Return the scores of the positions of a batch."""
+        """Return the scores of all positions of a batch; the training mode of the drafter is restored."""
         training = self._drafter.training
         self._drafter.eval()
         try:

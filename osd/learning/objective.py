@@ -58,7 +58,7 @@ class DistillationObjective:
 
     @classmethod
     def of(cls, settings: TrainerSettings, step: int, kept: Sequence[float] = ()) -> DistillationObjective:
-        """Return the objective of micro-step ``step``."""
+        """Return the objective of micro-step ``step``, which determines the depth and the tokens of later steps."""
         depth = settings.unroll if step % _DEEP_INTERVAL == 0 else min(settings.unroll, _USUAL_DEPTH)
         turn = step // _DEEP_INTERVAL + step  # alternates among the deep micro-steps too
         on_policy = settings.samples == "student" or (settings.samples == "mixed" and turn % 2 == 1)

@@ -149,7 +149,7 @@ class Replay:
         return list(dict.fromkeys(key for records in chosen for key in records))
 
     def add(self, trace: Trace) -> AddResult:
-        """Add a record."""
+        """Add a record to the held-out or the training part, and return the part and the evicted records."""
         key = key_of(trace)
         if any(key in part.records for part in self._parts):
             return AddResult("duplicate", [])
@@ -253,7 +253,7 @@ class Replay:
         return dict(self._random.bit_generator.state)
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Restore a state from ``random_state``."""
+        """Continue the random draws from a result of ``random_state``."""
         self._random.bit_generator.state = state
 
     def _limits(self, tokens: int, max_bytes: float) -> tuple[Size, Size, Size]:

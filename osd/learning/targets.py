@@ -66,7 +66,7 @@ class OnPolicySamples:
     distance: Tensor
 
     def to(self, device: torch.device) -> Self:
-        """Return the samples on a device."""
+        """Return a copy with all tensors on a device."""
         return type(self)(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def rows_at(self, depth: int) -> Tensor:

@@ -66,7 +66,7 @@ class LocalStorage(Storage):
         return self._version(domain, number).is_dir()
 
     def read_version(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:
-        """Return the content of a file of a version."""
+        """Return the content of a file of a version; the caller checks the hash."""
         return (self._version(domain, number) / file).read_bytes()
 
     def publish(self, domain: str, content: Mapping[str, bytes], guard: AbstractContextManager[None]) -> int:

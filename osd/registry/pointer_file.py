@@ -52,7 +52,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def versions(self) -> set[int]:
-        """Versions in the rollout."""
+        """Numbers of the stable version and, during a trial, the canary."""
         return {self.stable} if self.canary is None else {self.stable, self.canary}
 
 

@@ -153,7 +153,7 @@ class TrainingReports(RedisClient):
     """
 
     def get(self, domains: Sequence[str]) -> dict[str, Training]:
-        """Return the existing reports of ``domains``."""
+        """Return the reports by domain; domains without a report are left out."""
         values = self._client.mget([_key(domain) for domain in domains])
         return {
             domain: decoded(data, Training, f"training of {domain}")
@@ -162,7 +162,7 @@ class TrainingReports(RedisClient):
         }
 
     def set(self, domain: str, training: Training) -> None:
-        """Write a report."""
+        """Replace the report of a domain."""
         self._client.set(_key(domain), msgspec.json.encode(training))
 
 

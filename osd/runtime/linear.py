@@ -63,7 +63,7 @@ class PackedLinear(nn.Module):
         return y
 
     def stage(self, weight: Tensor) -> Tensor:
-        """Return another weight, packed."""
+        """Return a weight [out, in] packed like the current weight, for ``place`` or ``take``."""
         return pack(weight, self.packed.dtype)
 
     def take(self, staged: Tensor) -> None:

@@ -35,7 +35,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return the description of this machine."""
+        """Return the description of this machine, with the cores that this process may use."""
         return cls.of(cpu_fields(), usable_cores(), libraries())
 
     @classmethod

@@ -29,12 +29,12 @@ class Top:
         return Arriving([self.ids, self.logp, self.tail])
 
     def at(self, places: Sequence[int]) -> Top:
-        """Return the distributions at ``places``."""
+        """Return a copy of the distributions at the indices ``places``."""
         chosen = torch.tensor(places, device=self.ids.device)
         return Top(self.ids[chosen], self.logp[chosen], self.tail[chosen])
 
     def part(self, start: int, stop: int) -> Top:
-        """Return the distributions ``start`` to ``stop``."""
+        """Return a view of the distributions ``start`` to ``stop - 1``."""
         return Top(self.ids[start:stop], self.logp[start:stop], self.tail[start:stop])
 
 

@@ -71,7 +71,7 @@ class Simulation:
         return self._known[way]
 
     def runs(self) -> dict[str, SimulationResult]:
-        """Return the results of all ways."""
+        """Return the results by way; ways that have not run yet run now."""
         return {way: self.run(way) for way in WAYS}
 
     def bill(self) -> Bill:

@@ -83,11 +83,11 @@ class LlamaWeights(nn.Module):
         return self.model
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding."""
+        """Return the table of token embeddings."""
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
+        """Return the linear layer that computes the logits."""
         return self.lm_head
 
 

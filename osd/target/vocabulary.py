@@ -59,7 +59,7 @@ class TokenTexts:
                 self._tokens = Vocabulary.of("the target", backend).tokens
 
     def of(self, token: int) -> TokenText:
-        """Return the text of a token."""
+        """Return the text of a token id; an id without an entry is decoded by the tokenizer."""
         known = self._tokens.get(token)
         data = str(self._tokenizer.decode([token])).encode() if known is None else known[0]
         return TokenText(data, token in self._special)

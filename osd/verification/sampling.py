@@ -91,7 +91,7 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, settings: Iterable[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
-        """Return the batch of some settings."""
+        """Return the batch of ``settings``, one sequence each; successive equal batches share their tensors."""
         return _batch_of(tuple((s.temperature, s.top_k, s.top_p, s.min_p) for s in settings), torch.device(device))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SamplingBatch:

@@ -68,7 +68,7 @@ _FORBIDDEN = {
 
 
 def right_for(path: str) -> Right:
-    """Return the right that a path needs."""
+    """Return the right that a path needs: "generate" unless the path is for administration or monitoring."""
     if path == "/admin" or path.startswith("/admin/"):
         return "administer"
     return "watch" if path in _WATCH_PATHS else "generate"

@@ -147,7 +147,7 @@ class ResponseBuilder:
     thinkers: dict[int, ThinkingReader] = field(default_factory=dict, init=False)
 
     def add(self, index: int, update: Update) -> None:
-        """Add an update of the choice ``index``."""
+        """Add the tokens, counts and decisions of an update of the choice ``index``."""
         self.completion_tokens += len(update.token_ids)
         self.cached[index] = update.cached_tokens
         if update.counts is not None:

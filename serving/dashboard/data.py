@@ -31,7 +31,7 @@ from serving.service import ServedModel
 
 
 def version_json(info: VersionInfo | ListedVersion) -> dict[str, Any]:
-    """Return a version as JSON."""
+    """Return a version as JSON, without the long list of requests that it was trained on."""
     # The list of the requests that a version was trained on is long; pages do not show it.
     manifest = {name: value for name, value in info.manifest.items() if name != REQUESTS}
     return {"number": info.number, "problem": info.problem, "manifest": manifest}

@@ -43,7 +43,7 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """Return the HTTP response."""
+        """Return the response with the status, the headers and the body of the error."""
         return JSONResponse(self.body, self.status, self.headers)
 
 

@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Encode an event."""
+    """Encode an unnamed event with the JSON of ``data``."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 

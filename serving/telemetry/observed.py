@@ -82,7 +82,7 @@ class ObservedRequest:
         self._pending += 1
 
     def record(self, update: Update) -> None:
-        """Record an update of a sequence."""
+        """Add the tokens of an update; the last update of a sequence also gives its times and counts."""
         sequence = self.sequences[update.request_id]
         sequence.completion_tokens += len(update.token_ids)
         if update.finish_reason is not None:

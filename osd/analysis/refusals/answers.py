@@ -50,5 +50,5 @@ class Answers:
     sampled: Sequence[Sequence[ModelAnswer]]
 
     def all(self) -> Iterator[ModelAnswer]:
-        """Return all answers."""
+        """Return the greedy answers, then the sampled answers round by round."""
         return chain(self.greedy, *self.sampled)

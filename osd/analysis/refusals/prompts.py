@@ -35,7 +35,7 @@ class RefusalPrompt(BaseModel):
     language: _Text | None = None
 
     def groups(self) -> Iterator[PromptGroup]:
-        """Yield the groups that the prompt belongs to."""
+        """Yield the groups of the prompt: all prompts, its category, task and level, and its language if known."""
         yield PromptGroup("all", "")
         yield PromptGroup("category", self.category)
         yield PromptGroup("task", self.task)

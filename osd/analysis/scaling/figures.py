@@ -42,7 +42,7 @@ class Figures:
 
     @classmethod
     def of(cls, points: Sequence[Point]) -> Self:
-        """Return the figures of points of the same run."""
+        """Return the figures of the points in their order; all points belong to the same run."""
         return cls(*(np.array(column, float) for column in zip(*(_row(point) for point in points), strict=True)))
 
     def values(self) -> Floats:

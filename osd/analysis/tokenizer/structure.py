@@ -93,7 +93,7 @@ def read(source: str, label: str, home: Path, report: Report = lambda step: None
 
 
 def structures_of(vocabularies: Sequence[Vocabulary]) -> list[VocabularyStructure]:
-    """Return the counts of each vocabulary."""
+    """Return the counts of each vocabulary, including tokens that all or no other vocabularies have."""
     owners = Counter(token for vocabulary in vocabularies for token in vocabulary.distinct)
     return [_structure(vocabulary, owners, len(vocabularies)) for vocabulary in vocabularies]
 

@@ -86,7 +86,7 @@ def held_out_table(name: str, forecaster: Forecaster, held_out: Sequence[Point])
 
 
 def forecast_table(parameters: float, tokens: float, forecast: Forecast) -> Table:
-    """Return the table of a prediction."""
+    """Return a table with the expected value and the interval of each predicted figure."""
     rows = [(name, _interval(forecast, get, digits)) for name, (get, digits) in _FIGURES.items()]
     return Table(f"{parameters:,.0f} parameters after {tokens:,.0f} tokens", ("", "expected (interval)"), rows)
 

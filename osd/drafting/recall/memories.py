@@ -88,7 +88,7 @@ class Tables:
             return self._domains[domain]
 
     def all(self) -> dict[str, Memories]:
-        """Return all memories by domain."""
+        """Return the memories of domains with drafters and of tenants, by name."""
         with self._lock:
             return {**self._domains, **self._tenants}
 

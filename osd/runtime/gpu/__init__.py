@@ -12,7 +12,7 @@ import torch
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device``."""
+    """Return whether ``device`` is a CUDA device and Triton is installed."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 

@@ -29,7 +29,7 @@ class HostTensor(msgspec.Struct):
         return cls(array.dtype.str, array.shape, array.tobytes())
 
     def tensor(self) -> Tensor:
-        """Return a copy as a tensor."""
+        """Return a tensor with a writable copy of the data."""
         return torch.from_numpy(np.frombuffer(self.data, self.dtype).reshape(self.shape).copy())
 
 
@@ -41,7 +41,7 @@ class DeviceTensor(msgspec.Struct):
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceTensor:
-        """Return the description of ``tensor``."""
+        """Return dtype and shape of ``tensor``, without its data."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def empty(self, device: torch.device) -> Tensor:
@@ -63,7 +63,7 @@ class RowsMessage(msgspec.Struct):
 
     @classmethod
     def of(cls, rows: PackedRows) -> RowsMessage:
-        """Return the message form of ``rows``."""
+        """Return host tensors of ``rows`` with their data, and device tensors by dtype and shape only."""
         parts: dict[str, Tensor | None] = {name: getattr(rows, name) for name in TENSORS}
         return cls(
             {name: HostTensor.of(part) for name, part in parts.items() if part is not None},
