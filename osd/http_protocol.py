@@ -59,17 +59,17 @@ class BoundedProtocol(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """See ``asyncio.Protocol``."""
+        """Wait for the head of the first request, for a limited time."""
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See ``asyncio.Protocol``."""
+        """Cancel the time limit of a head, and end the connection."""
         self._expect_nothing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See ``asyncio.Protocol``."""
+        """Parse data; refuse a head of more than ``MOST_HEAD_BYTES`` bytes, and ignore data after a refusal."""
         if self._ends:
             return
         if self._late is None and not self._answering:
@@ -80,7 +80,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
-        """See ``httptools``."""
+        """Begin a request; stop the parser if the previous request is not answered yet."""
         if self._answering:
             self.cycle.keep_alive = False
             self._ends = True
@@ -88,7 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """See ``httptools``."""
+        """Pass a complete head to the application, unless its URL and headers are too large."""
         self._head_bytes = 0
         self._expect_nothing()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEAD_BYTES:
@@ -97,12 +97,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """See ``httptools``."""
+        """Pass a part of the body on; the limit applies to heads only."""
         self._head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """See ``httptools``."""
+        """End the body, after which the bytes of another head are counted."""
         self._head_bytes = 0
         super().on_message_complete()
 

@@ -303,7 +303,7 @@ class _Source:
             costs.observe_levels(name, calls, self._counts, self._seconds, self._missed)
 
     def _call_seconds(self, rows: Sequence[int], depth: int) -> float:
-        """See ``DraftBudget.call_seconds``; the cost of reading missed tokens is shared by all later steps."""
+        """Return the seconds of a call, see ``DraftBudget``; all later steps share the cost of missed tokens."""
         assert self._prices is not None  # noqa: S101  the budget has prices
         costs, kind = self._prices.step.costs, at_level(self._session.calls, depth)
         seconds = costs.call(kind, len(rows))

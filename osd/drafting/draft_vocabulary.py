@@ -62,7 +62,7 @@ class VocabularyDrafter(Trainable):
         return _logits(self.before_head(batch, depth, drafted), self.head_rows)
 
     def loss(self, batch: Batch, objective: TrainingObjective) -> Loss:
-        """See ``Trainable.loss``; only the rows of the head that the objective needs are used."""
+        """Return the loss, see ``Trainable.loss``, with only the rows of the head that the objective needs."""
         sampled = objective.sampled(batch, self.draft_ids)
         if sampled is None:
             return super().loss(batch, objective)

@@ -127,7 +127,7 @@ class EarlyExit(TargetHeadDrafter):
         return super().fields() | {"exits": list(self.exits), "rank": self.down.shape[1]}
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``VocabularyDrafter.before_head``; all steps over the same tokens are equal."""
+        """Return normalised outputs of the heads where the controller exits; steps over the same tokens are equal."""
         first = self.final_norm(self._at_exit(self._states(batch, batch.sequence, batch.place)[:, :-1]))
         if drafted is None or depth == 1:
             return [first] * depth
@@ -151,7 +151,7 @@ class EarlyExit(TargetHeadDrafter):
         return torch.stack(self._target.states([layer - 1 for layer in self.exits], **inputs), 2)
 
     def loss(self, batch: Batch, objective: TrainingObjective) -> Loss:
-        """See ``Trainable.loss``; sums the losses of all heads and of the controller at sampled positions."""
+        """Return the sum of the losses of all heads and of the controller at sampled positions."""
         places = Places.of(batch)
         states = self._states(batch, places.sequence, places.place)
         with torch.no_grad():

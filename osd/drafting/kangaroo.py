@@ -130,7 +130,7 @@ class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
         return states[rows, places] + self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``VocabularyDrafter.before_head``; all steps over the same tokens are equal."""
+        """Return normalised outputs of the adapter in each step; all steps over the same tokens are equal."""
         first = self.norm(self._causal(self.hidden(batch).float(), batch.sequence, batch.place - 1))
         if drafted is None or depth == 1:
             return [first] * depth
@@ -142,7 +142,7 @@ class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
         return [first] + [later] * (depth - 1)
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; all later tokens read the fed tokens instead of the true ones."""
+        """Return the adapter's outputs after ``fed`` [N]; all later tokens read the fed tokens, not the true tokens."""
         return [self._causal(self._run(input_ids=fed_tokens(batch, fed)), batch.sequence, batch.place)] * depth
 
     def _causal(self, states: Tensor, row: Tensor, place: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class MixedSession(Session):
         return replace(self._trained.capabilities, continuation=self._recall)
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``; without prices the trained drafter is always called."""
+        """Return the joint drafts of both, see ``Session.propose``; without prices always call the trained drafter."""
         mixture, riders = self._mixture(request, growth, noise), self._trained.capabilities.riders
         if riders is None:
             return mixture

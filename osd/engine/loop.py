@@ -57,7 +57,7 @@ class DecodeLoop:
         sink: TraceSink | None,
         states_weight: StatesWeight,
     ) -> None:
-        """See ``osd.engine.engine.Engine``; ``policy`` is for requests without a policy."""
+        """Prepare the loop, see ``osd.engine.engine.Engine``; ``policy`` is for requests without a policy."""
         self._target, self._settings, self._policy, self._version = target, settings, policy, version
         self.changed = threading.Condition()
         self.pool: DrafterPool | None = None

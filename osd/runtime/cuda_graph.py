@@ -132,7 +132,7 @@ class BucketedForward:
         return len(self._graphs)
 
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
-        """See ``Decoder.forward``; ``rows`` and ``wanted`` are on the host, all else on the device."""
+        """Run a forward at a recorded size, see ``Decoder.forward``; ``rows`` and ``wanted`` are on the host."""
         needed = GridShape.of(rows, len(wanted))
         recordable = self._recordable and rows.selection is None  # a selection has no fixed size
         shape = needed.bucket(self._cache, self._scratch) if recordable else None
@@ -154,7 +154,7 @@ class BucketedForward:
         return graph.play().map(lambda part: part[: len(rows.slots)].clone(), lambda part: part[: len(wanted)].clone())
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """See ``Decoder.fill``; ``rows`` are on the host."""
+        """Store keys and values without a graph, see ``Decoder.fill``; ``rows`` are on the host."""
         self._decoder.fill(laid_out(rows, torch.empty(0, dtype=torch.int64), self._cache)[0], states, layers)
 
 

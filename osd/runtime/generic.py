@@ -96,7 +96,7 @@ class GenericDecoder:
         return Forward(output.logits[0].float(), joined(passed, self._taps, layers), after)
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """See ``Decoder.fill``; each layer is aborted when its keys are stored."""
+        """Store keys and values of ``layers``, see ``Decoder.fill``; each layer is aborted when its keys are stored."""
         given = self._embedded(states)
         with run_each(self._model, layers, self._tuples, given, _Stored):
             self._run(_Storing(rows, self._cache), rows.positions, rows.positions[:0], inputs_embeds=given)

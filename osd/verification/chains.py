@@ -28,7 +28,7 @@ class ChainRule(Rule):
     chains_only: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; a CPU reads p up to the first rejection, other devices test all tokens at once."""
+        """Test tokens in order, see ``Rule.verify``; a CPU stops at a rejection, other devices test all together."""
         batch, count = draft.tokens.shape
         every, index = torch.arange(batch, device=p.device), torch.arange(count, device=p.device)
         accepted, shares = torch.zeros_like(every), draft.shares()
@@ -69,7 +69,7 @@ class BlockRule(Rule):
     chains_only: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; a CPU starts with the longest prefix and stops at the first prefix that passes.
+        """Test prefixes, see ``Rule.verify``; a CPU begins with the longest and stops at the first that passes.
 
         A prefix passes with probability w at most, because z is at most w. If its random number is not below w, z is
         not computed.

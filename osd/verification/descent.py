@@ -69,7 +69,7 @@ class NaiveRule(Rule):
     draws: ClassVar[frozenset[Draw]] = frozenset(Draw)
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise, first: Tensor | None = None) -> Verdict:
-        """See ``Rule.verify``; q is not read.
+        """Follow tokens drawn from p through the trees, see ``Rule.verify``; q is not read.
 
         Each draw is keyed by the depth of its token, or with ``first`` by the position of its token in the sequence. If
         the noise is not keyed by the step, the output then depends only on p and the seed.
@@ -107,7 +107,7 @@ class GreedyMultidraftRule(Rule):
     fixed_width: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; reads a single row of p and of q per output token."""
+        """Verify trees from the root down, see ``Rule.verify``; reads one row of p and of q per output token."""
         d, index = _Descent(draft), torch.arange(draft.tokens.shape[1], device=p.device)
         while len(rows := d.rows):
             child, here, after = d.children(), d.here, p[rows, d.here]  # [M, N], [M], [M, V]
@@ -148,7 +148,7 @@ class KSeqRule(Rule):
     fixed_width: ClassVar[bool] = True
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; reads a single row of p and of q per output token."""
+        """Verify trees from the root down, see ``Rule.verify``; reads one row of p and of q per output token."""
         d, shares, index = _Descent(draft), draft.shares(), torch.arange(draft.tokens.shape[1], device=p.device)
         while len(rows := d.rows):
             here, child, after = d.here, d.children(), p[rows, d.here]

@@ -27,7 +27,7 @@ class SiblingsRule(Rule):
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; reads whole rows of the vocabulary only at a rejection."""
+        """Test siblings in draw order, see ``Rule.verify``; reads whole rows of the vocabulary only at a rejection."""
         batch, _, vocabulary = p.shape
         first, following = draft.links()
         sequences = torch.arange(batch, device=p.device)

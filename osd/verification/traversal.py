@@ -30,7 +30,7 @@ class TraversalRule(Rule):
     draws: ClassVar[frozenset[Draw]] = frozenset({Draw.IID, Draw.WITHOUT_REPLACEMENT})
 
     def verify(self, draft: DraftBatch, p: Distributions, noise: Noise) -> Verdict:
-        """See ``Rule.verify``; stores a row of the vocabulary per depth.
+        """Verify trees from the leaves up, see ``Rule.verify``; stores a row of the vocabulary per depth.
 
         The weight of a node never grows, because s is at most c. If the random number of a node is not below its first
         weight, the node is rejected, and its r and c are computed only if children remain.

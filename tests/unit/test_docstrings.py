@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("osd", "serving", "trainer", "deploy", "benchmarks", "examples", "docs")
-NO_VERBS = {"Content", "Largest", "Logarithm", "Mean", "Number", "Seconds", "Size", "Smallest", "The", "Whether"}
+NO_VERBS = {"Content", "Largest", "Logarithm", "Mean", "Number", "Seconds", "See", "Size", "Smallest", "The", "Whether"}
 NO_NOUNS = {"Get", "How", "Return", "See", "There", "True"}
 
 

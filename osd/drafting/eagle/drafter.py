@@ -118,12 +118,12 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
         return self.mlp(x)
 
     def before_head(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``VocabularyDrafter.before_head``; this is EAGLE-3's training-time test."""
+        """Return the normalised features [N, hidden] of each of ``depth`` steps: EAGLE-3's training-time test."""
         outputs = self._outputs(batch, batch.place - 2, depth, batch.token_ids if drafted is None else drafted)
         return [self.norm(features) for features in outputs]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; only its own draft sees a fed token, no pair of true tokens does."""
+        """Return features, see ``Trainable.drafted_states``; only its draft sees a fed token, no true pair does."""
         return self._outputs(batch, batch.place - 1, depth + 1, fed_tokens(batch, fed))[1:]
 
     def _outputs(self, batch: Batch, pair: Tensor, depth: int, drafted: Tensor) -> list[Tensor]:

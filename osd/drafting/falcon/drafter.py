@@ -126,7 +126,7 @@ class Falcon(LayerDrafter[FalconShape], TargetHeadDrafter):
         return torch.cat([embedded, self.feature_norm(features)], -1)
 
     def loss(self, batch: Batch, objective: TrainingObjective) -> Loss:
-        """See ``Trainable.loss``: a loss of features plus a tenth of the objective and of the target's best token.
+        """Return a loss of features plus a tenth of the objective's and of a loss of the target's best token.
 
         Every step is deterministic, keyed by ``steps``.
         """

@@ -167,7 +167,7 @@ class FalconSession(LayerSession):
         return {(slot, node): states for (slot, _, node), states in zip(ends, after, strict=True)}
 
     def _recur(self, tokens: Tensor, features: Tensor, before: Tensor) -> Tensor:
-        """See ``osd.drafting.falcon.recurrence.recur``; for pairs of tokens [n, M] and features [n, M, hidden]."""
+        """Return the recurrent states after pairs of tokens [n, M] and features [n, M, hidden], see ``recur``."""
         embedded = self.norm(self._embedding[tokens].float(), "embedding_norm")
         x = torch.cat([embedded, self.norm(features, "feature_norm")], -1)
         return recur(x, before, [partial(self._gates, number) for number in range(LAYERS)])

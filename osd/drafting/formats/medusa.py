@@ -39,14 +39,14 @@ class MedusaHeads(Format):
         self.save(folder, config | vllm, layouts.medusa(drafter.config(), drafter.weights()) | {_HEAD: head})
 
     def in_vllm(self, drafter: Medusa, depth: int) -> dict[str, Any]:
-        """See ``Format.in_vllm``; always one token per head."""
+        """Return vLLM's ``--speculative-config`` without ``model``; always with one token per head."""
         return {"method": "medusa", "num_speculative_tokens": drafter.levels}
 
     def recognises(self, config: dict[str, Any]) -> bool:
         return "medusa_num_heads" in config
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """See ``Format.read``; without a stored vocabulary the drafter may draft as many ids as a new one."""
+        """Return the drafter, see ``Format.read``; a missing vocabulary gets the size of a new drafter's."""
         heads, layers = config["medusa_num_heads"], config.get("medusa_num_layers", 1)
         if not isinstance(heads, int) or heads < 1:
             raise FormatError(f"{folder / CONFIG}: medusa_num_heads must be at least 1, not {heads}")

@@ -46,7 +46,7 @@ class Transformers(Format):
         return "model_type" in config and not {"speculators_model_type", "medusa_num_heads"} & set(config)
 
     def read(self, folder: Path, config: dict[str, Any], target: Path) -> Trainable:
-        """See ``Format.read``; an embedding and head that equal the target's are shared with it and stay frozen."""
+        """Return the model, see ``Format.read``; it shares the target's embedding and head, frozen, if equal."""
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa",

@@ -128,7 +128,7 @@ class Heuristic(Chain):
         return self.start
 
     def next_limit(self, limit: int, drafted: int, accepted: int) -> int:
-        """See ``Growth.next_limit``; an empty draft changes nothing."""
+        """Return ``limit`` plus 2 if all tokens were accepted, else minus 1; an empty draft changes nothing."""
         if not drafted:
             return limit
         return min(max(limit + 2 if accepted == drafted else limit - 1, 1), self.max_nodes)

@@ -54,7 +54,7 @@ class SparseTree(StaticTree):
         self._follow(ranks, budget, seconds)
 
     def reshape(self, seconds: Mapping[int, float] | None) -> bool:
-        """See ``StaticTree.reshape``; one shape contains the trees of all states."""
+        """Use the best trees for the table, joined in one shape, and return whether they differ."""
         assert self.table is not None  # noqa: S101  the constructor makes it
         self._seconds = seconds
         drafts = [self._best_paths(self.table, seconds)]
@@ -77,7 +77,7 @@ class SparseTree(StaticTree):
         return self.plan.states[min(depth, self._riding[0])].prompt_tokens * self._riding[1]
 
     def _allowed(self, source: Source, limits: Tensor) -> Tensor:
-        """See ``StaticTree._allowed``; the places of a sequence's state, up to its limit."""
+        """Return [B, shape] bool, the places in the tree of each sequence's state, up to its limit."""
         reach, levels = source.reach, source.levels
         if reach is None or levels is None:
             chosen = self._parts[:1].expand(len(limits), -1)

@@ -121,7 +121,7 @@ class StaticTree(Growth):
         return paths_of_shape(self._shape)
 
     def grow(self, source: Source, sampling: SamplingBatch, noise: Noise, budget: DraftBudget) -> DraftBatch:
-        """See ``Growth.grow``; a limit keeps the first nodes of the shape, level by level."""
+        """Return trees of the current shape, see ``Growth.grow``; a limit keeps the first nodes, level by level."""
         limits, device = budget.limits, budget.limits.device
         builder = TreeBuilder(len(limits), self.max_nodes, source.support, device)
         sampler, settings = SiblingSampler(builder, self._draw, sampling.temperature == 0), sampling.for_trees()

@@ -63,7 +63,7 @@ class LanguageModel(Trainable):
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
-        """See ``Drafter.initial``: the model ``settings.source``, or the target's first ``settings.layers`` layers."""
+        """Make a drafter of the model ``settings.source``, or else of the target's first ``settings.layers`` layers."""
         if settings.source is None:
             if settings.revision is not None:
                 raise DrafterError("drafter.revision is set without drafter.source, whose revision it is")
@@ -161,7 +161,7 @@ class LanguageModel(Trainable):
         return PACE if name.startswith(lookahead.PREFIX) else 1.0
 
     def loss(self, batch: Batch, objective: TrainingObjective) -> Loss:
-        """See ``Trainable.loss``; adds the loss of the model's own tokens and of its prompt tokens at cuts."""
+        """Return the loss of the model's own tokens plus the loss of its prompt tokens at cuts."""
         texts = self._texts(batch, objective.drafted(batch))
         first, later = self._next_logits(batch, texts)
         loss = objective.loss(batch, [first] + [later] * (objective.depth - 1), self.draft_ids)
@@ -178,13 +178,13 @@ class LanguageModel(Trainable):
         return Loss(loss.value + at_cuts.value, loss.positions, loss.kept)
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``; the model reads no states, so the first steps of all later calls are equal."""
+        """Return logits, see ``Trainable.unroll``; without states the first steps of all later calls are equal."""
         texts = self._texts(batch, drafted)
         logits, ahead = self._next_logits(batch, texts), self._ahead(batch, texts, depth)
         return [self._logits(ahead[step][0]) if step in ahead else logits[step > 0] for step in range(depth)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; all later tokens read the fed tokens.
+        """Return outputs of the last layer after ``fed`` [N], which all later tokens read too.
 
         With prompt tokens, not every token of a draft is read; a state is then the source of the token's distribution.
         """

@@ -173,7 +173,7 @@ class LanguageModelSession(AutoregressiveSession):
     def chains(
         self, slots: Sequence[int], limits: Sequence[int], stop: Stop, draws: ChainDraws | None = None
     ) -> WholeDraft | None:
-        """See ``AutoregressiveSession.chains``; no chain ends inside a block, whose tokens take no further call."""
+        """Return chains of whole blocks, whose tokens take no further call, see ``AutoregressiveSession.chains``."""
         levels = max(limits)
         if self.block == 1:
             return super().chains(slots, limits, stop, draws)

@@ -108,13 +108,13 @@ class PromptTokens(Trainable):
         return PACE
 
     def loss(self, batch: Batch, objective: TrainingObjective) -> Loss:
-        """See ``Trainable.loss``; ``steps`` keys the cuts."""
+        """Return the loss of the prompt tokens after random cuts of the texts; ``steps`` keys the cuts."""
         step, levels = int(self.steps), len(self.prompts)
         self.steps += 1
         return loss_at_cuts(batch, objective, step, levels, partial(self._answers, batch, levels=levels))
 
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """See ``Trainable.unroll``; prompt tokens read no drafted token."""
+        """Return the logits of each prompt token, see ``Trainable.unroll``; they read no drafted token."""
         length, levels = batch.token_ids.shape[1], min(depth, len(self.prompts))
         cuts = torch.stack([(batch.place - 2 - level).clamp(min=0) for level in range(levels)])  # [levels, N]
         every, which = torch.unique(batch.sequence * length + cuts, return_inverse=True)
@@ -122,7 +122,7 @@ class PromptTokens(Trainable):
         return [logits[index, level] for level, index in enumerate(which)]
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:
-        """See ``Trainable.drafted_states``; states of the logits that the token was drawn from."""
+        """Return ``states_of`` the logits that each token of ``fed`` [N] was drawn from, at each depth."""
         return [states_of(logits, fed) for logits in self.unroll(batch, depth)]
 
     def _answers(self, batch: Batch, text: Tensor, cut: Tensor, levels: int) -> Tensor:
@@ -238,7 +238,7 @@ class PromptTokensSession(AutoregressiveSession):
     def ride(
         self, request: DraftRequest, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None
     ) -> Proposal:
-        """See ``Riders.ride``; prompt tokens follow the nodes."""
+        """Add prompt tokens behind the root and the nodes of a proposal, see ``Riders.ride``."""
         table, trees = self._table.by_depth(), proposal.trees
         shares = [tree.chances or kept_shares(tree.parents, table) for tree in trees]
         drafts = zip(request.slots, request.limits, trees, strict=True)
@@ -297,7 +297,7 @@ class PromptTokensSession(AutoregressiveSession):
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
-        """See ``AutoregressiveSession.expand``; the logits are known since the last verification."""
+        """Return the logits [M, Vd] after ``nodes`` [M], which are known since the last verification."""
         depths = torch.where(nodes < 0, 0, builder.depths[rows, nodes.clamp(min=0)])
         known = [(self._logits[slots[row]], depth) for row, depth in zip(rows.tolist(), depths.tolist(), strict=True)]
         logits = torch.stack([levels[depth] for levels, depth in known])
@@ -309,11 +309,11 @@ class PromptTokensSession(AutoregressiveSession):
         return logits
 
     def lay_out(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See ``AutoregressiveSession.lay_out``; returns [copies * levels, hidden], copy by copy."""
+        """Return the prompts [copies * levels, hidden] of a version in float32, copy by copy."""
         prompts = weights["prompts"].transpose(0, 1).flatten(0, 1)
         return {"prompts": prompts.to(self.device, torch.float32, copy=True)}
 
     def swap(self, staged: dict[str, Tensor]) -> None:
-        """See ``AutoregressiveSession.swap``; the next draft still uses logits of the previous version."""
+        """Switch to staged prompts; the next draft still uses logits of the previous version."""
         super().swap(staged)
         self._renew()

@@ -108,7 +108,7 @@ class RecallSession(Session):
         return Capabilities(continuation=self)
 
     def propose(self, request: DraftRequest, growth: Growth, noise: Noise) -> Proposal:
-        """See ``Session.propose``; with prices, only nodes whose value exceeds their price are proposed."""
+        """Return the most probable nodes; with prices, only nodes worth more than their price."""
         queries = self.queries(request)
         return self.proposal(queries, self.draft(queries, request, growth), request)
 
