@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, HIDDEN = 259, 64
@@ -56,6 +56,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     raw.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def thinking_tokenizer(special: bool) -> PreTrainedTokenizerFast:
+    """Return ``tokenizer`` with tokens for the marks of thinking, which are special tokens if ``special``."""
+    fast = tokenizer()
+    fast.add_tokens([AddedToken(mark, special=special) for mark in ("<think>", "</think>")], special_tokens=special)
     return fast
 
 

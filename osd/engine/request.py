@@ -12,6 +12,7 @@ from osd.engine.completion import ControllerOptions, JudgedTokens, SkippedLayers
 from osd.engine.grammar import Grammar
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
+from osd.engine.thinking import Thinking
 from osd.metrics import SpeculationCounts
 from osd.verification.sampling import SamplingParams
 
@@ -46,6 +47,7 @@ class Request:
         priority: the lowest value runs first when slots or memory are short.
         controller: thresholds of the controller; see ``osd.engine.completion``. Nothing learns from lossy answers.
         prediction: tokens that the client expects in the answer; recall copies from them as from the prompt.
+        thinking: marks around the thinking in the answer, which its text shows; None if the model does not think.
     """
 
     id: str
@@ -70,6 +72,7 @@ class Request:
     priority: int = 0
     controller: ControllerOptions | None = None
     prediction: tuple[int, ...] = ()
+    thinking: Thinking | None = None
 
     @property
     def is_exact(self) -> bool:

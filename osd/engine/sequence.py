@@ -118,7 +118,8 @@ class SequenceState:
         now = time.monotonic()
         self.lifetime = Lifetime(now if request.arrived is None else request.arrived, now)
         self.delivered = self._traced = 0  # _traced: number of tokens whose states the trace has
-        self._text = TextStream(tokenizer, request.stop, request.prompt_ids if request.completes else ())
+        prompt = request.prompt_ids if request.completes else ()
+        self._text = TextStream(tokenizer, request.stop, prompt, request.thinking)
         self._new: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.sources: list[str] = []

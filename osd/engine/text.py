@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from osd.engine.thinking import Thinking, ThinkingMarks, ThinkingReader
 
 UNFINISHED = "\ufffd"  # decoders return it for an incomplete character
 
@@ -19,19 +22,32 @@ class TextStream:
     Text that can still change is held back: an incomplete character, or the beginning of a stop string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...],
+        prompt: Sequence[int] = (),
+        thinking: Thinking | None = None,
+    ) -> None:
         """Begin a text that ends before any string of ``stop``.
 
         The text continues the text of the tokens ``prompt``. Without a prompt, decoders of the SentencePiece kind drop
-        the first space.
+        the first space. The text contains the marks of ``thinking`` even if they are special tokens.
         """
-        self._decode, self._stop = _decoder(tokenizer), [_StopSearch(string) for string in stop]
+        self._decode = _decoder(tokenizer, None if thinking is None else thinking.marks)
+        self._stop = [_StopSearch(string) for string in stop]
+        self._thinking = None if thinking is None else ThinkingReader(thinking)
         self._ids = list(prompt[-_CONTEXT:])
         if self._decode(self._ids).endswith(UNFINISHED):  # the first token may complete a character of the prompt
             self._ids.clear()
         self._shown = len(self._ids)  # number of tokens whose text is in _text or in the prompt
         self._before = 0  # place from which tokens are decoded again, so that spaces between tokens are right
         self._text = ""  # text that was not taken yet
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends inside the thinking of the model."""
+        return self._thinking is not None and self._thinking.is_inside
 
     def push(self, token: int, early: bool = False) -> bool:
         """Add a token; return whether it completes a stop string, before which the text ends.
@@ -44,6 +60,8 @@ class TextStream:
         if len(whole) <= len(prefix) or whole.endswith(UNFINISHED):
             return False
         new = whole[len(prefix) :]
+        if self._thinking is not None:
+            self._thinking.feed(new)
         self._before, self._shown = self._shown, len(self._ids)
         stop = () if early else self._stop
         # If several stop strings are complete now, the text ends before the first of them.
@@ -95,9 +113,18 @@ class _StopSearch:
         return matched + (self._string[matched] == letter)
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Return a function from tokens to text without special tokens; without transformers' overhead if possible."""
+def _decoder(tokenizer: PreTrainedTokenizerBase, marks: ThinkingMarks | None) -> Callable[[list[int]], str]:
+    """Return a function from tokens to text without special tokens except ``marks``.
+
+    It avoids transformers' overhead if possible.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    decode: Callable[..., Any] = tokenizer.decode
     if backend is not None and not tokenizer.clean_up_tokenization_spaces:
-        return partial(backend.decode, skip_special_tokens=True)
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+        decode = backend.decode
+    if marks is not None:
+        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        hidden = {number for number, text in special.items() if text not in (marks.begin, marks.end)}
+        if len(hidden) < len(special):
+            return lambda ids: decode([token for token in ids if token not in hidden], skip_special_tokens=False)
+    return partial(decode, skip_special_tokens=True)

@@ -6,14 +6,13 @@ import asyncio
 import hashlib
 import secrets
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 from osd.engine.completion import ControllerOptions
 from osd.engine.grammar import Grammar, GrammarError
 from osd.engine.request import Request, SamplingParams
+from osd.engine.thinking import Thinking
 from serving.access.keys import Caller
 from serving.api.checks import (
     check_completion,
@@ -26,7 +25,7 @@ from serving.api.checks import (
 from serving.api.schemas import ChatRequest, CompletionRequest, Generate
 from serving.api.server_routes import ModelRoutes
 from serving.api.structured import OutputConstraint
-from serving.api.thinking import ThinkingReader, thinking_marks, unknown_variable
+from serving.api.thinking import thinking_marks, unknown_variable
 from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import NoToolsError, ToolFormat, tool_format
 from serving.http.errors import invalid
@@ -53,7 +52,6 @@ class Prepared:
         sequences: requests of the engine; each prompt has the same number, and they are ordered by prompt.
         seconds: time limit of the response; None for no limit.
         calls: format of function calls; None if the model may not call functions.
-        thinking: factory of the parser of the model's thinking; None if it does not think.
     """
 
     body: Generate
@@ -62,7 +60,6 @@ class Prepared:
     sequences: list[Request]
     seconds: float | None
     calls: ToolFormat | None = None
-    thinking: Callable[[], ThinkingReader] | None = None
 
 
 class EngineRequests:
@@ -94,12 +91,11 @@ class EngineRequests:
         common = await self._common(body, caller, domain, form)
         if body.prediction is not None:
             common = replace(common, prediction=await self._predicted(body.prediction.content))
-        prepared = self._prepared(body, [prompt], common, most, calls)
         marks = thinking_marks(template)
-        if marks is None or common.grammar is not None:  # a grammar leaves no room for thinking
-            return prepared
-        end = await self._tokenizing.decode(prompt[-_MARK_TOKENS:])
-        return replace(prepared, thinking=partial(ThinkingReader, marks, end.rstrip().endswith(marks.begin)))
+        if marks is not None and common.grammar is None:  # a grammar leaves no room for thinking
+            end = await self._tokenizing.decode(prompt[-_MARK_TOKENS:])
+            common = replace(common, thinking=Thinking(marks, end.rstrip().endswith(marks.begin)))
+        return self._prepared(body, [prompt], common, most, calls)
 
     async def _predicted(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a prediction."""

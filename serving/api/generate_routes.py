@@ -91,7 +91,7 @@ class GenerateRoutes:
             Logprobs(body.chat, self._tokenizing.texts),
             TokenSources(self._tokenizing.texts) if body.reports_sources else None,
             reader,
-            prepared.thinking,
+            prepared.sequences[0].thinking,
             any(sequence.prediction for sequence in prepared.sequences),
         )
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from osd.engine.completion import JudgedTokens, SkippedLayers
 from osd.engine.request import FinishReason, TokenLogprobs, Update
+from osd.engine.thinking import Thinking, ThinkingReader
 from osd.metrics import SpeculationCounts
 from osd.recall.memory import OWN_SOURCES
 from osd.target.vocabulary import TokenText
-from serving.api.thinking import ThinkingReader
 from serving.api.tool_calls import AnswerPart, CallReader
 from serving.http import sse
 from serving.http.errors import ApiError
@@ -123,7 +123,7 @@ class ResponseBuilder:
         logprobs: renderer of log-probabilities.
         sources: renderer of token sources; None if the client did not request them.
         reader: factory of the parser of function calls; None if the model may not call functions.
-        thinking: factory of the parser of thinking; None if the model does not think.
+        thinking: marks around the thinking of the model; None if it does not think.
         predicts: whether the request has a prediction.
     """
 
@@ -135,7 +135,7 @@ class ResponseBuilder:
     logprobs: Logprobs
     sources: TokenSources | None = None
     reader: Callable[[], CallReader] | None = None
-    thinking: Callable[[], ThinkingReader] | None = None
+    thinking: Thinking | None = None
     predicts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = field(default=0, init=False)
@@ -262,7 +262,7 @@ class ResponseBuilder:
         """Split the next text of a choice into thinking, text and calls; also return the finish reason."""
         thinking = ""
         if self.thinking is not None:
-            thinker = self.thinkers.setdefault(index, self.thinking())
+            thinker = self.thinkers.setdefault(index, ThinkingReader(self.thinking))
             thinking, text = thinker.feed(text)
             if reason is not None:
                 thinking, text = map("".join, zip((thinking, text), thinker.close(), strict=True))

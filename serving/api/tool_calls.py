@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from osd.engine.thinking import overlap
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -241,9 +243,3 @@ def _decode_name(name: str) -> str:
         return json.loads(name)
     except ValueError:
         return ""
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``mark``; 0 for none."""
-    most = min(len(text), len(mark) - 1)
-    return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd.engine.text import TextStream
-from tests.tiny import spaced_tokenizer, tokenizer
+from osd.engine.thinking import Thinking, ThinkingMarks
+from tests.tiny import spaced_tokenizer, thinking_tokenizer, tokenizer
 
 TOKENIZER = tokenizer()
 
@@ -119,3 +120,36 @@ def test_text_continues_the_text_of_its_prompt(prompt: list[str], answer: list[s
 def test_stop_string_begins_after_the_prompt() -> None:
     assert "".join(continued(["▁sky"], ["▁is", "▁blue", "ly"], (" is blue",))) == ""
     assert "".join(continued(["▁sky"], ["▁is", "▁blue", "ly"], ("sky is",))) == " is bluely"
+
+
+THINKING = Thinking(ThinkingMarks("<think>", "</think>"))
+TOKENIZERS = {"letters": TOKENIZER, "added": thinking_tokenizer(False), "special": thinking_tokenizer(True)}
+
+
+@pytest.mark.parametrize(("kind", "begin", "end"), [("letters", 7, 8), ("added", 1, 1), ("special", 1, 1)])
+def test_text_shows_marks_of_thinking_of_any_kind(kind: str, begin: int, end: int) -> None:
+    fast = TOKENIZERS[kind]
+    text, phases, pieces = TextStream(fast, (), (), THINKING), [], []
+    for token in [256, *fast.encode("<think>why</think>42", add_special_tokens=False), 258]:
+        text.push(token)
+        phases.append(text.is_thinking)
+        pieces.append(text.take(last=False))
+    assert "".join(pieces) == "<think>why</think>42"
+    assert phases == [False] * begin + [True] * (3 + end) + [False] * 4
+
+
+def test_special_marks_are_hidden_without_thinking() -> None:
+    fast = TOKENIZERS["special"]
+    text = TextStream(fast, ())
+    for token in fast.encode("<think>why</think>42", add_special_tokens=False):
+        text.push(token)
+    assert (text.take(last=True), text.is_thinking) == ("why42", False)
+
+
+def test_thinking_that_the_prompt_begins_lasts_to_its_mark() -> None:
+    text = TextStream(TOKENIZERS["special"], (), (), Thinking(THINKING.marks, begun=True))
+    phases = [text.is_thinking]
+    for token in TOKENIZERS["special"].encode("why</think>42<think>", add_special_tokens=False):
+        text.push(token)
+        phases.append(text.is_thinking)
+    assert phases == [True] * 4 + [False] * 4

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd.engine.request import Update
+from osd.engine.text import TextStream
+from osd.engine.thinking import Thinking, ThinkingReader
 from osd.metrics import SpeculationCounts
-from serving.api.thinking import THINKING_MARKS, ThinkingReader, thinking_marks
-from tests.tiny import CHAT_TEMPLATE
+from serving.api.thinking import THINKING_MARKS, thinking_marks
+from tests.tiny import CHAT_TEMPLATE, thinking_tokenizer, tokenizer
 from tests.unit.serving.answers import CHAT, error_of, events_of
 
 MARKS = THINKING_MARKS[0]
@@ -44,12 +46,28 @@ def says(service, *pieces, finish="stop"):
     ]
 
 
+def decodes(service, fast, *steps):
+    """Answer with the tokens of ``steps``, as an engine with the tokenizer ``fast`` decodes them."""
+
+    def script(request):
+        text, updates = TextStream(fast, request.stop, (), request.thinking), []
+        for index, ids in enumerate(steps):
+            for token in ids:
+                text.push(token)
+            is_last = index == len(steps) - 1
+            finish = "stop" if is_last else None
+            updates.append(Update(request.id, tuple(ids), text.take(is_last), finish, SpeculationCounts()))
+        return updates
+
+    service.script = script
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 @given(data=st.data())
 def test_reader_separates_thinking_for_any_split(name, data):
     begun, text, thought, answer = ANSWERS[name]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
-    reader = ThinkingReader(MARKS, begun)
+    reader = ThinkingReader(Thinking(MARKS, begun))
     parts = [reader.feed(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     parts.append(reader.close())
     assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (thought, answer)
@@ -79,6 +97,24 @@ def test_stream_has_thinking_in_its_own_field(client, thinking):
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[0] == {"role": "assistant", "reasoning_content": "w"}
     assert deltas[1:] == [{"reasoning_content": "hy", "content": "4"}, {"content": "2"}]
+
+
+@pytest.mark.parametrize("prompt", ["x", "x <think>"])
+@pytest.mark.parametrize("answer", ["why</think>42", "why"])
+@pytest.mark.parametrize("fast", [tokenizer(), thinking_tokenizer(False), thinking_tokenizer(True)],
+                         ids=["letters", "added", "special"])  # fmt: skip
+def test_stream_and_answer_have_the_same_thinking(client, thinking, fast, prompt, answer):
+    body = {"messages": [{"role": "user", "content": prompt}]}
+    ids = fast.encode(answer if prompt.endswith(">") else f"<think>{answer}", add_special_tokens=False)
+    for steps in ([ids], [[token] for token in ids], [ids[:2], ids[2:]]):
+        decodes(thinking, fast, *steps)
+        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("why", "42" if answer.endswith("42") else None)
+        events = events_of(client.post("/v1/chat/completions", json={**body, "stream": True}))
+        deltas = [event["choices"][0]["delta"] for event in events]
+        for name in ("reasoning_content", "content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == (message[name] or "")
 
 
 def test_prompt_that_begins_thinking_is_recognised(client, thinking):
