@@ -15,7 +15,7 @@ FIELD = b"t"
 """Field of a stream entry that holds the trace."""
 
 FORMAT = 1
-"""Format number of a trace; ``decode`` refuses all other numbers."""
+"""Format number of a trace; ``decode`` refuses all other numbers. A new field with a default keeps the number."""
 
 NOT_DRAFTED, ACCEPTED, REJECTED = 0, 1, 2
 """Values of ``Trace.verdict``."""
@@ -25,6 +25,7 @@ _MAX_SIZE = 1 << 24
 
 _DTYPES = frozenset(("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"))
 _Segment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)]
 _Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 PER_TOKEN = {
@@ -131,6 +132,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         weight: the inverse of the chance with which the record was kept, 1 when all records are kept.
         states_weight: the further weight of the hidden states when only a sample of the records has them; 0 for a
             record whose hidden states were left out.
+        thinking: the number of first completion tokens that are thinking; the answer begins after them.
     """
 
     format: int = FORMAT
@@ -165,6 +167,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     completes: bool = False
     weight: float = 1.0
     states_weight: float = 1.0
+    thinking: _Tokens = 0
 
     @property
     def nbytes(self) -> int:
@@ -268,6 +271,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
             rows = len(_array(self, name, dimensions))
             if rows != completion:
                 raise TraceError(f"{name} has {rows} rows for {completion} completion tokens")
+        if self.thinking > completion:
+            raise TraceError(f"thinking is {self.thinking}, must be at most {completion}, the completion tokens")
         verdict, source = self.verdict.numpy(), self.source.numpy()
         if ((source >= 0) != (verdict != NOT_DRAFTED)).any() or (source >= len(self.sources)).any():
             raise TraceError(f"source must be below {len(self.sources)} at drafted tokens and -1 elsewhere")

@@ -14,6 +14,7 @@ from osd.metrics import Labels, Listed, Metric, SourceCounts, SpeculationCounts
 if TYPE_CHECKING:
     from osd.engine.sequence import SequenceState
     from osd.engine.step import SequenceOutcome, StepOutcome
+    from osd.engine.thinking import Phase
 
 MAX_VERSIONS = 8
 """Number of versions of a domain with separate counts: those counted last, which include the running ones."""
@@ -82,6 +83,8 @@ class EngineCounters:
         busy_by_domain: seconds of steps, shared among the domains of the drafters of their sequences.
         by_order: recalled draft tokens by source and length of the n-gram that matched.
         by_version: draft counts by domain and version, the last counted one at the end; see ``version_entry``.
+        by_phase: draft counts by the phase in which a step begins.
+        phase_tokens: completion tokens by the phase in which a step begins.
     """
 
     requests: int = 0
@@ -104,6 +107,8 @@ class EngineCounters:
     busy_by_domain: dict[str, float] = field(default_factory=dict)
     by_order: dict[tuple[str, int], SourceCounts] = field(default_factory=dict)
     by_version: dict[DraftedBy, SpeculationCounts] = field(default_factory=dict)
+    by_phase: dict[Phase, SpeculationCounts] = field(default_factory=dict)
+    phase_tokens: Counter[Phase] = field(default_factory=Counter)
 
     def count_swap(self, stall: float) -> None:
         """Count the swap of a drafter that stopped decoding for ``stall`` seconds."""
@@ -120,6 +125,8 @@ class EngineCounters:
             busy_by_domain=self.busy_by_domain.copy(),
             by_order={key: replace(counts) for key, counts in self.by_order.items()},
             by_version={key: SpeculationCounts.sum([counts]) for key, counts in self.by_version.items()},
+            by_phase={phase: SpeculationCounts.sum([counts]) for phase, counts in self.by_phase.items()},
+            phase_tokens=self.phase_tokens.copy(),
         )
 
     def speculation(self) -> SpeculationCounts:
@@ -135,11 +142,13 @@ class EngineCounters:
         self.skipped_layers += outcome.skipped_layers
         for result in outcome.sequences:
             self.completion_tokens += result.tokens
+            self.phase_tokens[result.phase] += result.tokens
             self.histograms.observe_tokens(result.sequence.lifetime, now)
             if result.tree.tokens:
                 version_counts = version_entry(self.by_version, drafted_by(result.sequence), SpeculationCounts)
+                phase_counts = self.by_phase.setdefault(result.phase, SpeculationCounts())
                 drafted, accepted = result.drafted, result.accepted
-                for counts in (result.sequence.counts, version_counts):
+                for counts in (result.sequence.counts, version_counts, phase_counts):
                     counts.count(drafted, accepted)
                 self._count_orders(result)
 
@@ -187,6 +196,10 @@ def _versions(read: Callable[[SpeculationCounts], float]) -> Callable[[EngineCou
     return lambda counts: {version: read(drafts) for version, drafts in counts.by_version.items()}
 
 
+def _phases(read: Callable[[SpeculationCounts], float]) -> Callable[[EngineCounters], dict[Labels, float]]:
+    return lambda counts: {(phase,): read(drafts) for phase, drafts in counts.by_phase.items()}
+
+
 _BY_VERSION, _BY_ORDER = ("domain", "version"), ("source", "order")
 
 METRICS: tuple[Metric[EngineCounters], ...] = (
@@ -229,6 +242,15 @@ METRICS: tuple[Metric[EngineCounters], ...] = (
            _versions(lambda drafts: drafts.drafted), history=True),
     Metric("osd_version_accepted_tokens", "version_accepted", "Accepted draft tokens, by drafter version.",
            _BY_VERSION, _versions(lambda drafts: drafts.accepted), history=True),
+    Metric("osd_phase_completion_tokens", "phase_tokens",
+           "Completion tokens, by the phase in which their step begins: thinking or answer.", ("phase",),
+           lambda counts: {(phase,): tokens for phase, tokens in counts.phase_tokens.items()}, history=True),
+    Metric("osd_phase_rounds", "phase_rounds", "Steps of sequences with a draft, by phase.", ("phase",),
+           _phases(lambda drafts: drafts.rounds), history=True),
+    Metric("osd_phase_draft_tokens", "phase_drafted", "Draft tokens, by phase.", ("phase",),
+           _phases(lambda drafts: drafts.drafted), history=True),
+    Metric("osd_phase_accepted_tokens", "phase_accepted", "Accepted draft tokens, by phase.", ("phase",),
+           _phases(lambda drafts: drafts.accepted), history=True),
     Metric("osd_round_accepted_tokens", "version_round_accepted",
            "Accepted draft tokens of a sequence in a step with a draft, by the drafter's domain.", ("domain",),
            _accepted_lengths, kind="histogram", bounds=ACCEPTED),

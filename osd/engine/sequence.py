@@ -18,6 +18,7 @@ from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
 from osd.engine.text import TextStream
+from osd.engine.thinking import Phase
 from osd.engine.trace_builder import TraceBuilder
 from osd.metrics import SpeculationCounts
 from osd.routing.router import Pick
@@ -79,6 +80,7 @@ class SequenceState:
         delivered: number of tokens that the drafters have received since the sequence got its slot.
         logprobs: log-probabilities of new tokens, for the next update.
         sources: names of the proposers of new tokens, for the next update.
+        thinking: number of first tokens of the answer that are thinking, with its marks.
     """
 
     def __init__(
@@ -123,6 +125,12 @@ class SequenceState:
         self._new: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.sources: list[str] = []
+        self.thinking = 0
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the next token."""
+        return self._text.phase
 
     @property
     def missed(self) -> int:
@@ -178,6 +186,7 @@ class SequenceState:
 
     def _append(self, tokens: list[int]) -> list[int]:
         for count, token in enumerate(tokens, 1):
+            before = self.phase
             self.tokens.append(token)
             self._new.append(token)
             early = self.generated < self.request.min_tokens
@@ -190,6 +199,8 @@ class SequenceState:
                 self.finish = "stop"
             elif self.remaining == 0:
                 self.finish = "length"
+            if "thinking" in (before, self.phase):
+                self.thinking = self.generated
             if self.finish:
                 return tokens[:count]
         return tokens

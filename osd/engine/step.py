@@ -30,6 +30,7 @@ from osd.engine.request import TARGET, TokenLogprobs
 from osd.engine.sequence import SequenceState
 from osd.engine.slots import SlotManager
 from osd.engine.step_plan import ScheduledSequence, StepPlan
+from osd.engine.thinking import Phase
 from osd.engine.tracing import TracedSequence, trace_group
 from osd.runtime.cuda_graph import GraphRecorder
 from osd.runtime.decoder import Forward
@@ -101,6 +102,7 @@ class SequenceOutcome:
     """Outcome of a step for one sequence: number of new ``tokens``, draft ``tree``, and ``path`` of accepted nodes.
 
     A draft is ``forced`` if it starts with tokens that a grammar forces. Such a draft does not measure a drafter.
+    ``phase`` is the phase of the first new token.
     """
 
     sequence: SequenceState
@@ -108,6 +110,7 @@ class SequenceOutcome:
     tree: Tree
     path: Sequence[int]
     forced: bool = False
+    phase: Phase = "answer"
 
     @property
     def proposed(self) -> bool:
@@ -323,7 +326,7 @@ def commit(verified: VerifiedStep, slots: SlotManager, detail: CaptureDetail) ->
     skipped_layers = 0
     for number, (entry, offsets) in enumerate(zip(scheduled, kept, strict=True)):
         s, decision, first = entry.sequence, verified.decisions.get(entry.sequence), packed.logits[number]
-        states = None
+        states, phase = None, s.phase
         if hidden is not None:
             with upkeep.charge([s.drafter]):
                 states = _rows(hidden, packed.first[number], offsets)
@@ -339,7 +342,7 @@ def commit(verified: VerifiedStep, slots: SlotManager, detail: CaptureDetail) ->
                 if taken and s.completion is not None and s in verified.skipped:
                     s.completion.count_skipped(verified.skipped[s])
                     skipped_layers += verified.skipped[s].layers
-                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, bool(entry.forced)))
+                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, bool(entry.forced), phase))
     for group in verified.groups:
         try:
             members = [traced[s] for s in group.sequences]

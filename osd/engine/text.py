@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from osd.engine.thinking import Thinking, ThinkingMarks, ThinkingReader
+from osd.engine.thinking import Phase, Thinking, ThinkingMarks, ThinkingReader
 
 UNFINISHED = "\ufffd"  # decoders return it for an incomplete character
 
@@ -45,9 +45,9 @@ class TextStream:
         self._text = ""  # text that was not taken yet
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether the text so far ends inside the thinking of the model."""
-        return self._thinking is not None and self._thinking.is_inside
+    def phase(self) -> Phase:
+        """Phase at the end of the text so far."""
+        return "thinking" if self._thinking is not None and self._thinking.is_inside else "answer"
 
     def push(self, token: int, early: bool = False) -> bool:
         """Add a token; return whether it completes a stop string, before which the text ends.

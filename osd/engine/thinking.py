@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["thinking", "answer"]
+"""Phase of a sequence; thinking lasts from the end of its first mark to the end of its second mark."""
 
 
 @dataclass(frozen=True)

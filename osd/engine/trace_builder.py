@@ -50,6 +50,7 @@ class TraceBuilder:
     size: int
     states_weight: float = 1.0
     number: int = 0
+    _built: int = 0  # tokens in earlier segments
     _context: list[int] = field(default_factory=list)
     _hidden: list[Tensor] = field(default_factory=list)
     _positions: list[_Position] = field(default_factory=list)
@@ -108,13 +109,14 @@ class TraceBuilder:
         """Return whether a segment is complete."""
         return len(self._positions) >= self.size
 
-    def build(self, domain: str, drafter_domain: str, drafter_version: int) -> Trace | None:
+    def build(self, domain: str, drafter_domain: str, drafter_version: int, thinking: int = 0) -> Trace | None:
         """Return the record of the next segment and begin another one; None without new tokens.
 
         Args:
             domain: of the request.
             drafter_domain: domain of the traced drafter.
             drafter_version: version of the traced drafter.
+            thinking: number of first tokens of the answer that are thinking.
         """
         positions = self._positions[: self.size]  # a step may have passed the end of the segment
         if not positions:
@@ -164,12 +166,13 @@ class TraceBuilder:
             after_tail=after[2],
             completes=self.request.completes and not self.number,
             states_weight=self.states_weight,
+            thinking=min(max(thinking - self._built, 0), len(positions)),
         )
         self._next(hidden, positions)
         return trace
 
     def _next(self, hidden: Tensor | None, built: list[_Position]) -> None:
-        self.number += 1
+        self.number, self._built = self.number + 1, self._built + len(built)
         context = self._context + [p.token for p in built]
         self._context, self._positions = context[-self.size :], self._positions[len(built) :]
         if hidden is not None:

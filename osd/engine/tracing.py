@@ -55,7 +55,7 @@ class Tracer:
         """Deliver finished segments of a sequence; ``domain`` and ``version`` are those of the traced drafter."""
         while s.trace is not None and self._sink is not None and (s.finish or s.trace.full()):
             try:
-                trace = s.trace.build(s.domain, domain, version)
+                trace = s.trace.build(s.domain, domain, version, s.thinking)
                 if trace is None:
                     return
                 self._sink(trace)

@@ -96,13 +96,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Ratio of accepted to drafted tokens by the label at ``place`` in a name; ``own`` excludes other domains."""
+    """Ratio of accepted to drafted tokens by the label at ``place`` in a name.
+
+    ``own`` excludes other domains. ``steps`` is the key of the steps with a draft, for accepted tokens per step.
+    """
 
     by: str
     part: str
     of: str
     place: int = 1
     own: bool = False
+    steps: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class Page:
     tiles: tuple[Tile, ...] = ()
     breakdowns: tuple[Breakdown, ...] = ()
     positions: Breakdown | None = None
+    phases: Breakdown | None = None
 
 
 def _latency(name: str, histogram: str, title: str, note: str, tile: bool = False) -> Chart:
@@ -143,6 +148,7 @@ PAGES: dict[str, Page] = {
                     Breakdown("version", "version_accepted", "version_drafted", 2, own=True),
                     Breakdown("domain", "version_accepted", "version_drafted")),
         positions=Breakdown("position", "accepted_per_position", "rounds"),
+        phases=Breakdown("phase", "phase_accepted", "phase_drafted", steps="phase_rounds"),
     ),
     "traffic": Page(
         charts=(

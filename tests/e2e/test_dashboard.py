@@ -187,6 +187,7 @@ def test_pages_without_data_show_empty_states(service, opened):
     page = opened(viewport=PHONE, prepare=lambda page: send(page, unused(service, replicas=[])))
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#notices")).to_contain_text("No replica has reported")
+    expect(page.locator("#phases")).to_be_hidden()
     for name in PAGES:
         go(page, name)
         shown = page.locator(".page:not([hidden])")
@@ -210,6 +211,8 @@ def test_small_samples_are_shrunk_and_faint(service, opened):
         now = int(data["time"]) // 4 * 4
         counts = {"drafted": [400, 5], "accepted": [40, 5], "rounds": [100, 1]}
         counts |= {"source_drafted|recall": [0, 5], "source_accepted|recall": [0, 5]}
+        counts |= {"phase_drafted|thinking": [300, 0], "phase_accepted|thinking": [30, 0]}
+        counts |= {"phase_drafted|answer": [100, 5], "phase_rounds|answer": [20, 1], "phase_rounds|thinking": [80, 0]}
         data["bins"] |= {"time": [now - 8, now - 4], "gauges": {"running": [1, 1], "waiting": [0, 0]}, "counts": counts}
         send(page, data)
 
@@ -222,6 +225,9 @@ def test_small_samples_are_shrunk_and_faint(service, opened):
     expect(bar).to_contain_text("5 of 5")
     expect(bar).to_have_class(re.compile("few"))
     assert bar.locator(".whisker").evaluate("whisker => parseFloat(whisker.style.left)") < 60
+    expect(page.locator('#phases .bar[data-name="thinking"]')).to_contain_text("30 of 300, 0.38 accepted per step")
+    expect(page.locator('#phases .bar[data-name="answer"]')).to_contain_text("0 of 105, 0.00 accepted per step")
+    picture(page, "overview-phases")
 
 
 def busy_hour(service):

@@ -1,10 +1,10 @@
-// Overview page: speed-up over plain decoding, acceptance by source, version and domain, and recent events.
+// Overview page: speed-up over plain decoding, acceptance by source, version, domain and phase, and recent events.
 
 import * as account from "../account.js";
 import { h } from "../dom.js";
 import { marksOf } from "../events.js";
 import { Figures } from "../figures.js";
-import { percent, times, whole } from "../format.js";
+import { fixed, percent, times, whole } from "../format.js";
 import * as statistics from "../statistics.js";
 import { RecentEvents, Tile, card, charts, rateBars, tiles } from "../widgets.js";
 
@@ -32,10 +32,13 @@ export class Overview {
     this.events.list.id = "events";
     const by = card("Acceptance by", "Accepted share of draft tokens in this time range, with its 95 % interval",
       h("div", { class: "segments", role: "group", "aria-label": "Acceptance by" }, this.buttons), this.breakdown);
+    this.byPhase = h("div", { class: "bars" });
+    this.phases = card("Thinking and answers", "Accepted share of draft tokens while the target thinks and while it answers, in this time range, with its 95 % interval", this.byPhase).element;
+    this.phases.id = "phases";
     const place = card("Acceptance by position", "Share of drafts whose token at this position was accepted", this.positions);
     const { acceptance, length, load } = this.figures.tiles;
     this.element = h("div", { class: "page" }, tiles([this.speedup, acceptance, length, this.version, load], "Now"), tiles(Object.values(this.trained), "Training"), charts(this.figures.charts),
-      h("section", { class: "columns" }, by.element, place.element), this.events.element);
+      h("section", { class: "columns" }, by.element, place.element), this.phases, this.events.element);
   }
 
   choose(by) {
@@ -51,6 +54,7 @@ export class Overview {
     this.showSpeedup(data.state);
     this.showTraining(data.state);
     this.bars(data);
+    this.showPhases(data.bins);
     this.events.show(data.state.events);
   }
 
@@ -77,6 +81,17 @@ export class Overview {
     const report = training[domain];
     this.trained.cost.show(...account.cost(report));
     for (const name of ["gain", "paidBack", "trial"]) this.trained[name].show(...account[name](report?.account));
+  }
+
+  // Shows the phases only if a step drafted while the target was thinking.
+  showPhases(bins) {
+    const { part, of, steps } = this.figures.page.phases;
+    const [accepted, drafted, rounds] = [part, of, steps].map((name) => statistics.byLabel(bins, name));
+    this.phases.hidden = !drafted.thinking;
+    rateBars(this.byPhase, ["thinking", "answer"].filter((name) => drafted[name]).map((name) => {
+      const kept = accepted[name] ?? 0;
+      return { name, part: kept, of: drafted[name], more: `, ${fixed(2)(kept / rounds[name])} accepted per step` };
+    }), NO_DRAFTS);
   }
 
   bars({ bins, state: { domain } }) {

@@ -88,6 +88,7 @@ def test_array_with_wrong_bytes_or_dimensions_is_refused(array: Array):
         {"hidden": Array("bfloat16", (6,), bytes(12))},
         {"source": Array("float32", (3,), bytes(12))},
         {"segment": -1},
+        {"thinking": -1},
         {"segment": 1 << 40},
         {"drafter_version": -4},
         {"drafter_version": 1 << 62},
@@ -125,6 +126,18 @@ def test_source_that_does_not_fit_the_drafts_is_refused(trace: Trace, source: li
     wrong = msgspec.structs.replace(trace, source=Array.of(np.array(source, np.int8)))
     with pytest.raises(TraceError, match=r"^source "):
         decode(encode(wrong))
+
+
+def test_thinking_beyond_the_completion_is_refused(trace: Trace):
+    assert decode(encode(msgspec.structs.replace(trace, thinking=3))).thinking == 3
+    with pytest.raises(TraceError, match=r"^thinking is 4, must be at most 3, the completion tokens$"):
+        decode(encode(msgspec.structs.replace(trace, thinking=4)))
+
+
+def test_record_without_a_new_field_has_its_default(trace: Trace):
+    fields = msgspec.msgpack.decode(encode(trace))
+    del fields["thinking"]
+    assert decode(msgspec.msgpack.encode(fields)) == trace
 
 
 def test_drafted_token_without_distribution_keeps_its_source(trace: Trace):
@@ -235,8 +248,10 @@ def test_trace_for_recall_is_small_and_sums_to_one():
         draft_logp=Array.of(logp[:, :32].astype(np.float16)), draft_tail=Array.of(logp[:, 32].astype(np.float16)),
         drafted=Array.of(np.full(128, 1, np.int32)), verdict=Array.of(np.full(128, REJECTED, np.int8)),
         source=Array.of(np.zeros(128, np.int8)), hidden=Array.of(np.zeros((255, 1728), np.uint16), "bfloat16"),
+        thinking=5,
     )  # fmt: skip
     reduced = decode(encode(trace.for_recall("acme.code", 8)))
+    assert reduced.thinking == trace.thinking == 5
     assert len(encode(reduced)) < len(encode(trace)) / 80
     assert (reduced.domain, reduced.request_id, reduced.temperature) == (
         "acme.code",

@@ -67,11 +67,16 @@ def test_copy_of_counters_does_not_grow() -> None:
         count(counters, "general", 1000)
     counters.histograms.observe_tokens(Lifetime(0.0, 0.0), 1.0)
     counters.finished["stop"] += 1
+    counters.phase_tokens["thinking"] += 1
+    counters.by_phase["thinking"] = SpeculationCounts(rounds=1)
     copy = counters.copy()
     assert copy == counters
     counters.histograms.observe_tokens(Lifetime(0.0, 0.0), 1.0)
     counters.finished["stop"] += 1
     assert copy.histograms.by_name["time_to_first_token"].sum == copy.finished["stop"] == 1
+    counters.phase_tokens["thinking"] += 1
+    counters.by_phase["thinking"].rounds += 1
+    assert (copy.phase_tokens["thinking"], copy.by_phase["thinking"].rounds) == (1, 1)
     count(counters, "general", 1000)
     assert copy.by_version["general", 1000].rounds == 5
     assert copy.by_version["general", 1000].by_source["recall"].accepted == 5

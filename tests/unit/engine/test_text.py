@@ -132,10 +132,10 @@ def test_text_shows_marks_of_thinking_of_any_kind(kind: str, begin: int, end: in
     text, phases, pieces = TextStream(fast, (), (), THINKING), [], []
     for token in [256, *fast.encode("<think>why</think>42", add_special_tokens=False), 258]:
         text.push(token)
-        phases.append(text.is_thinking)
+        phases.append(text.phase)
         pieces.append(text.take(last=False))
     assert "".join(pieces) == "<think>why</think>42"
-    assert phases == [False] * begin + [True] * (3 + end) + [False] * 4
+    assert phases == ["answer"] * begin + ["thinking"] * (3 + end) + ["answer"] * 4
 
 
 def test_special_marks_are_hidden_without_thinking() -> None:
@@ -143,13 +143,13 @@ def test_special_marks_are_hidden_without_thinking() -> None:
     text = TextStream(fast, ())
     for token in fast.encode("<think>why</think>42", add_special_tokens=False):
         text.push(token)
-    assert (text.take(last=True), text.is_thinking) == ("why42", False)
+    assert (text.take(last=True), text.phase) == ("why42", "answer")
 
 
 def test_thinking_that_the_prompt_begins_lasts_to_its_mark() -> None:
     text = TextStream(TOKENIZERS["special"], (), (), Thinking(THINKING.marks, begun=True))
-    phases = [text.is_thinking]
+    phases = [text.phase]
     for token in TOKENIZERS["special"].encode("why</think>42<think>", add_special_tokens=False):
         text.push(token)
-        phases.append(text.is_thinking)
-    assert phases == [True] * 4 + [False] * 4
+        phases.append(text.phase)
+    assert phases == ["thinking"] * 4 + ["answer"] * 4

@@ -43,10 +43,11 @@ def test_documentation_has_the_table():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_charts_use_metrics_with_a_history(page: str):
-    charts, breakdowns = PAGES[page].charts, (*PAGES[page].breakdowns, PAGES[page].positions)
+    shown, charts = PAGES[page], PAGES[page].charts
+    breakdowns = [each for each in (*shown.breakdowns, shown.positions, shown.phases) if each]
     expressions = [text for chart in charts for line in chart.lines for text in (line.part, line.of) if text]
     expressions += [chart.counts[0] for chart in charts if chart.counts]
-    expressions += [text for breakdown in breakdowns if breakdown for text in (breakdown.part, breakdown.of)]
+    expressions += [text for each in breakdowns for text in (each.part, each.of, each.steps) if text]
     keys = {key for expression in expressions for key in re.split(" [+-] ", expression)}
     keys |= {f"{chart.of}_bucket" for chart in charts if chart.of}
     assert keys

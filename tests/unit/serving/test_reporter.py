@@ -167,17 +167,21 @@ def test_equal_speculation_switch_is_applied_once():
     assert engine.speculates == [False, True]
 
 
-def test_report_counts_drafts_by_version_and_source():
+def test_report_counts_drafts_by_version_source_and_phase():
     engine = Engine()
     for version, source in ((3, "eagle"), (4, "eagle"), (4, "recall")):
         counts = engine.counts.by_version.setdefault(("general", version), SpeculationCounts())
         counts.count({source: 3}, [source, source])
+    engine.counts.by_phase["thinking"] = SpeculationCounts(rounds=2, drafted=6, accepted=5)
+    engine.counts.phase_tokens.update(thinking=7, answer=4)
     report = reporter_of(engine).report()
     counters = report.counters
     assert (report.gauges["running"], report.gauges["waiting"]) == (1, 0)
     assert (counters["rounds"], counters["drafted"], counters["accepted"]) == (3, 9, 6)
     assert (counters["version_drafted", "general", 3], counters["version_accepted", "general", 4]) == (3, 4)
     assert (counters["source_drafted", "eagle"], counters["source_accepted", "eagle"]) == (6, 4)
+    assert [counters["phase_tokens", phase] for phase in ("thinking", "answer")] == [7, 4]
+    assert [counters[f"phase_{name}", "thinking"] for name in ("rounds", "drafted", "accepted")] == [2, 6, 5]
     assert (report.gauges["speedup_drafted_seconds"], report.gauges["speedup_plain_seconds"]) == (100.0, 150.0)
     assert (report.gauges["speedup_trials"], counters["measuring_seconds"]) == (20, 0.5)
 
