@@ -326,7 +326,7 @@ class MeasuredEffects:
                 logger.debug("the measured effects of versions cannot be read: %s", error)
             else:
                 self._comparisons = [
-                    report.comparison for report in domains if report is not None and report.comparison is not None
+                    comparison for report in domains if report is not None for comparison in report.comparisons
                 ]
         pair = (candidate, stable)
         effects = [

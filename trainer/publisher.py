@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafting.trainable import Trainable
-from osd.economy.report import Measured
+from osd.economy.report import RECALL_ALONE, Measured
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
 from osd.learning.evaluation import CachedScorer, GateFigures
@@ -145,7 +145,7 @@ class Publisher:
         reporter.state.version = self.stable
         reporter.fund.follow(self.stable, self._promised.get(self.stable, 0.0))
         reporter.fund.measure(self._measured)
-        reporter.trial = None if canary is None else trial_of(canary)
+        reporter.trial = None if canary is None else version_effect(canary.version, canary.stable, canary.measured)
 
     def observe(self, trace: Trace, learner: Learner) -> None:
         """Count a live request as evidence on the canary and on drift; on drift start training at once."""
@@ -278,20 +278,22 @@ class Publisher:
             self._reporter.state.canary = {**canary.figures(), **figures}
 
     def follow_effect(self) -> None:
-        """Take in the measured effect of the version in service, and take the version back if it certainly loses."""
-        parent = self._promotion.parent
+        """Take in the measured effects of the version in service; take the version back if it is certainly slower."""
+        parent, stable = self._promotion.parent, self.stable
+        alone = self._effects.of(stable, RECALL_ALONE)
+        self._reporter.over_recall = version_effect(stable, RECALL_ALONE, alone) if alone is not None else None
         if parent is None or self.canary is not None:
             return
-        measured = self._effects.of(self.stable, parent)
+        measured = self._effects.of(stable, parent)
         if measured is None or (effect := measured.effect) is None:
             return
-        self._measured[self.stable] = measured
+        self._measured[stable] = measured
         if effect.log + effect.width >= 0:
             return
         try:
             self._promotion.take_back(effect)
         except (RedisError, OSError) as error:
-            logger.warning("version %d cannot be taken back now, the next try follows: %s", self.stable, error)
+            logger.warning("version %d cannot be taken back now, the next try follows: %s", stable, error)
 
     def _scores(self, gate: Gate, baseline: Trainable) -> CachedScorer:
         """Return the scores of the stable version, which are the same for all candidates."""
@@ -315,10 +317,10 @@ class Publisher:
                 yield batch
 
 
-def trial_of(canary: CanaryTrial) -> VersionEffect:
-    """Return the measured effect of a canary over the stable version, for reports."""
-    effect = None if canary.measured is None else canary.measured.effect
+def version_effect(number: int, before: int, measured: Measured | None) -> VersionEffect:
+    """Return the measured effect of a version over another, for reports."""
+    effect = None if measured is None else measured.effect
     if effect is None:
-        return VersionEffect(canary.version, canary.stable)
+        return VersionEffect(number, before)
     width = effect.width if math.isfinite(effect.width) else None
-    return VersionEffect(canary.version, canary.stable, effect.log, width, effect.trials)
+    return VersionEffect(number, before, effect.log, width, effect.trials)

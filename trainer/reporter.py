@@ -98,6 +98,8 @@ class TrainingReporter:
         self.state, self.cost, self.trained_requests, self.fund = TrainerState(), cost, TrainedRequests(), Fund()
         self.trial: VersionEffect | None = None
         """Measured effect of the canary."""
+        self.over_recall: VersionEffect | None = None
+        """Measured effect of the version in service over recall alone."""
         self._paid_back: float | None = None
         self._versions, self._reports, self._clock = versions, reports, clock
         self._reported: Training | None = None  # None until the last report was read from Redis
@@ -179,6 +181,7 @@ class TrainingReporter:
                 for version, baseline in zip(fund.versions, baselines, strict=False)
             ),
             trial=self.trial,
+            over_recall=self.over_recall,
             log=None if gain is None else gain[0],
             width=None if gain is None else gain[1],
             paid_back=self._paid_back,

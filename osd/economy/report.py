@@ -43,6 +43,10 @@ class Measured:
         return Measured(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
+RECALL_ALONE = 0
+"""Version that stands for recall without the trained drafter, in comparisons of a mixed drafter."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Measurement of the version ``candidate`` of a domain's drafter against the version ``stable``."""

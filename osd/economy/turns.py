@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from osd.economy.effect import Pair, PlainCosts, Step, compare
+from osd.economy.effect import Effect, Pair, PlainCosts, Step, compare
 from osd.economy.report import Measured
 
 BLOCK = 16
@@ -26,6 +26,7 @@ At a share of 0.1 it would bias the effect by 12 to 70 points (simulated, 1 to 6
 the first step is left out. Three more are left out for drafters that are not called in every step.
 """
 
+_GUESS = 0.05  # loss of a step in which a reference drafts, before any estimate
 _WIDTH = 0.01  # half an interval, below which an effect is known well enough
 _LONGEST_SECONDS = 600.0  # of counted steps, after which no more is spent on an effect that is still uncertain
 _MOST_PAIRS = 512  # beyond, neighbours are joined, which changes neither the estimate nor its error
@@ -33,6 +34,15 @@ _FEW, _SELDOM = (
     24,
     4,
 )  # estimates after each of the first pairs, then after every fourth
+
+
+def reference_share(effect: Effect | None, measure: float) -> float:
+    """Return the share of the steps in which a reference drafts: its losses cost the share ``measure`` of the time.
+
+    ``effect`` is the newer version's over the reference. A reference drafts in half of the steps at most.
+    """
+    log = _GUESS if effect is None else max(effect.log + effect.error, _WIDTH)
+    return min(measure / -math.expm1(-log), 0.5)
 
 
 class Turns:

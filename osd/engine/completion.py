@@ -19,7 +19,7 @@ from torch import Tensor
 from osd.runtime.exit_controller import STOP, confident
 
 if TYPE_CHECKING:
-    from osd.engine.pool import ActiveDrafter
+    from osd.engine.domain_drafters import ActiveDrafter
 
 
 @dataclass(frozen=True)

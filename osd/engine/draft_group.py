@@ -12,8 +12,8 @@ from torch import Tensor
 from osd.drafting.session import DraftPrices, DraftRequest, Proposal, Tree
 from osd.economy.plan import StepBudget
 from osd.engine.constraint import FORCED, GrammarConstraint, pruned
+from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.policy import Policy
-from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import SequenceState
 from osd.runtime.device import to_device
 from osd.runtime.native import readable

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from osd.drafting.session import EarlyHeads
 from osd.engine.completion import SkippedLayers
+from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.packing import PackedStep
-from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import SequenceState
 from osd.engine.step_plan import ScheduledSequence
 from osd.runtime.decoder import Forward

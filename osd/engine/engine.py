@@ -164,8 +164,8 @@ class Engine:
         return None if switchback is None or self.pool is None else switchback.measured
 
     @property
-    def comparisons(self) -> dict[str, Comparison]:
-        """Measured effects of versions, by domain: of a canary, or of the stable version over an earlier one."""
+    def comparisons(self) -> dict[str, tuple[Comparison, ...]]:
+        """Measured effects of a canary, or of the stable version over references, by domain."""
         return {} if self.pool is None else self.pool.comparisons()
 
     @property

@@ -13,10 +13,11 @@ from osd.drafting.base import Drafter
 from osd.economy.costs import CostModel
 from osd.engine.calibration import calibrate
 from osd.engine.counters import EngineCounters
+from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.health import Health
 from osd.engine.planner import Planner, measured_step
 from osd.engine.policy import Policy
-from osd.engine.pool import ActiveDrafter, DrafterPool
+from osd.engine.pool import DrafterPool
 from osd.engine.request_router import RequestRouter
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import SequenceState

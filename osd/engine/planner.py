@@ -13,8 +13,8 @@ from osd.economy.costs import CostModel
 from osd.economy.effect import Step
 from osd.economy.plan import Ready, StepBudget, TokenRates, equal_drafts, prompt_chunk
 from osd.economy.switchback import Switchback
+from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.policy import Policy
-from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import SequenceState
 from osd.engine.step import SequenceOutcome, StepOutcome
 from osd.engine.step_plan import ScheduledSequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from osd.config import Settings, in_tenant, tenant_of
 from osd.drafting.base import Drafter, DrafterError
+from osd.drafting.mixed import Mixed
+from osd.drafting.recall.drafter import Recall
 from osd.drafting.recall.memories import Memories, Tables
-from osd.drafting.session import CommittedTokens, Origin, Runtime, Session, TargetRows
-from osd.economy.report import Comparison
-from osd.economy.turns import Turns
+from osd.drafting.session import Runtime
+from osd.economy.report import RECALL_ALONE, Comparison
+from osd.economy.turns import Turns, reference_share
+from osd.engine.domain_drafters import ActiveDrafter, AlternateDrafter, DomainDrafters
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
 from osd.runtime.model import SlotModel
@@ -24,119 +27,6 @@ log = logging.getLogger(__name__)
 
 _MAX_REQUESTED = 64
 """Number of names of domains without drafters to remember; clients can send any name."""
-
-REFERENCE_SHARE = 0.25
-"""Share of the steps in which a reference drafts: it loses at most a quarter of a new version's gain while that is
-measured, and a gain of 2 % is certain after a third more steps than with turns of half and half."""
-
-
-@dataclass(eq=False)
-class ActiveDrafter:
-    """Drafter in use: the session, and the domain and version of its weights.
-
-    A sequence keeps its stable drafter to its end.
-
-    Attributes:
-        session: with the weights.
-        drafter: configuration of the session; other versions of the same configuration can be swapped in.
-        columns: columns of the target's tapped states that the drafter reads; None for all.
-        domain: of the weights.
-        version: of the weights.
-        users: number of sequences that use the drafter.
-    """
-
-    session: Session
-    drafter: Drafter
-    columns: slice | Tensor | None
-    domain: str
-    version: int
-    users: int = 0
-
-    def __post_init__(self) -> None:
-        """Copy the properties that every step reads."""
-        self.kind, self.calls, self.needs = self.drafter.kind, self.drafter.calls, self.drafter.needs
-
-    def open(self, slot: int, token: int, origin: Origin) -> None:
-        """Open a slot for a sequence that starts with ``token``."""
-        self.session.open(slot, token, origin)
-        self.users += 1
-
-    def close(self, slot: int) -> None:
-        """Free a slot of the session, whose sequence ended or was preempted."""
-        self.users -= 1
-        self.session.close(slot)
-
-    def commit(self, slot: int, tokens: list[int], states: Tensor | None, rows: TargetRows | None = None) -> None:
-        """Pass committed tokens to the session, with the states and ``rows`` of the target that it needs.
-
-        ``states`` [len(tokens), taps * hidden] are the target's before each token.
-        """
-        needed = rows if self.needs.target_rows or self.needs.riders else None
-        self.session.commit(slot, CommittedTokens(tokens, self.hidden(states), needed))
-
-    def judge(self, states: Tensor) -> Tensor | None:
-        """Return the controller's logits for ``states`` [n, taps * hidden]; None without a controller."""
-        hidden, heads = self.hidden(states), self.session.capabilities.early_heads
-        return None if hidden is None or heads is None else heads.judge(hidden)
-
-    def hidden(self, states: Tensor | None) -> Tensor | None:
-        """Return the columns of the target's tapped states [n, taps * hidden] that the drafter reads; None for none."""
-        if states is None or not self.needs.taps:
-            return None
-        return states if self.columns is None else states[:, self.columns]
-
-
-@dataclass(eq=False)
-class AlternateDrafter:
-    """Second drafter of a domain, and the turns in which it replaces the stable drafter.
-
-    Attributes:
-        drafter: of a canary, which is newer than the stable version, or of a reference, which is older.
-        turns: of the newer and the older version.
-        reference: whether the drafter is a reference.
-    """
-
-    drafter: ActiveDrafter
-    turns: Turns
-    reference: bool = False
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it drafts in the next step, in place of the stable drafter."""
-        return self.turns.candidate != self.reference
-
-
-class DomainDrafters:
-    """Drafters of a domain: the stable one and, during a comparison of versions, an alternate.
-
-    A version with the configuration of the stable one is swapped into its session; another one replaces the drafter.
-
-    Attributes:
-        stable: drafter of the version in service.
-        alternate: drafter that takes turns with it; None without a comparison.
-        settled: last comparison of the stable version with a reference, whose result is known; None without one.
-        last_used: number of the last choice.
-    """
-
-    def __init__(self, stable: ActiveDrafter) -> None:
-        self.stable = stable
-        self.alternate: AlternateDrafter | None = None
-        self.settled: Comparison | None = None
-        self.last_used = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether no sequence uses these drafters."""
-        return not (self.stable.users or (self.alternate is not None and self.alternate.drafter.users))
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """Comparison of the newer with the older version; None without any."""
-        if self.alternate is None:
-            return self.settled
-        versions = self.alternate.drafter.version, self.stable.version
-        newer, older = reversed(versions) if self.alternate.reference else versions
-        return Comparison(newer, older, self.alternate.turns.measured)
 
 
 class _DrafterFactory:
@@ -224,7 +114,9 @@ class DrafterPool:
         self._staged: dict[str, tuple[ActiveDrafter, int, dict[str, Tensor] | None]] = {}
         self._failed: dict[str, tuple[int, str]] = {}
         self._retired: list[ActiveDrafter] = []  # until ``sweep``, so that the engine's thread does not free memory
+        self._measure = settings.economy.measure
         self.domains = {domain: DomainDrafters(self._factory.make(drafter, domain, version))}
+        self._compare_with_recall(domain)
 
     @property
     def default(self) -> ActiveDrafter:
@@ -263,11 +155,10 @@ class DrafterPool:
         drafters = self.domains.get(stable.domain)
         return drafters.alternate if drafters is not None and drafters.stable is stable else None
 
-    def comparisons(self) -> dict[str, Comparison]:
+    def comparisons(self) -> dict[str, tuple[Comparison, ...]]:
         """Return the measured effects of versions, by domain: of canaries, and of stable versions over references."""
         with self._changed:
-            comparisons = {domain: drafters.comparison for domain, drafters in self.domains.items()}
-        return {domain: comparison for domain, comparison in comparisons.items() if comparison is not None}
+            return {name: compared for name, drafters in self.domains.items() if (compared := drafters.comparisons)}
 
     def other_versions(self) -> dict[str, int]:
         """Return the stable versions of all domains except the default domain."""
@@ -291,6 +182,7 @@ class DrafterPool:
         stable = self._factory.make(drafter or self.default.drafter, domain, version, weights)
         with self._changed:
             self.domains.setdefault(domain, DomainDrafters(stable))
+            self._compare_with_recall(domain)
 
     def drop_idle(self) -> str | None:
         """Drop the least recently used idle domain, but not the default domain; return its name, None without one."""
@@ -361,13 +253,14 @@ class DrafterPool:
         if drafter is not drafters.stable:
             self._retired.append(drafters.stable)
             drafters.stable = drafter
-        drafter.version, drafters.settled = version, None
+        drafter.version, drafters.settled = version, {}
         if (alternate := drafters.alternate) is not None:  # the measurements so far compare with the version before
             if alternate.reference:
                 self._end_comparison(domain)
             else:
                 alternate.turns = Turns(alternate.turns.share, alternate.drafter.version)
         self.version_changes += 1
+        self._compare_with_recall(domain)
         return drafter
 
     def swap_failure(self, domain: str, version: int) -> str | None:
@@ -407,12 +300,14 @@ class DrafterPool:
             alternate = self.domains[domain].alternate
             if alternate is not None and not alternate.reference:
                 self._end_comparison(domain)
+                self._compare_with_recall(domain)
 
     def refer(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """Compare the stable version of a domain with an earlier ``version``, until the result is known.
 
-        The reference drafts in a share of the steps, in turns with the stable version. A canary ends the comparison.
-        ``drafter`` is its configuration, None for the stable version's.
+        The reference drafts in a share of the steps, in turns with the stable version. Afterwards the stable version of
+        a mixed drafter is compared with recall alone. A canary ends both comparisons. ``drafter`` is the configuration
+        of the reference, None for the stable version's.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.
@@ -420,21 +315,39 @@ class DrafterPool:
         """
         stable = self.domains[domain].stable
         reference = self._factory.make(drafter or stable.drafter, domain, version, weights)
-        turns = Turns(1 - REFERENCE_SHARE, stable.version)
         with self._changed:
             drafters = self.domains.get(domain)
-            if drafters is not None and drafters.stable is stable and drafters.alternate is None:
-                self._begin_comparison(domain, AlternateDrafter(reference, turns, reference=True))
+            if drafters is None or drafters.stable is not stable:
+                return
+            alternate = drafters.alternate
+            if alternate is None or (alternate.reference and alternate.drafter.version == RECALL_ALONE):
+                self._refer(domain, reference)
 
     def settle(self) -> None:
-        """End the comparisons with references whose result is known."""
+        """Limit the cost of references, and end the comparisons whose results are known."""
         with self._changed:
             for domain, drafters in self.domains.items():
                 alternate = drafters.alternate
-                if alternate is not None and alternate.reference and alternate.turns.settled:
-                    comparison = drafters.comparison
+                if alternate is None or not alternate.reference:
+                    continue
+                if alternate.turns.settled:
+                    drafters.settled[alternate.drafter.version] = alternate.comparison(drafters.stable)
                     self._end_comparison(domain)
-                    drafters.settled = comparison
+                    self._compare_with_recall(domain)
+                else:
+                    alternate.turns.share = 1 - reference_share(alternate.turns.measured.effect, self._measure)
+
+    def _compare_with_recall(self, domain: str) -> None:
+        """Compare a trained version of a mixed drafter with recall alone, unless the result is known."""
+        drafters = self.domains[domain]
+        stable = drafters.stable
+        trained = isinstance(stable.drafter, Mixed) and stable.version != RECALL_ALONE
+        if self._measure and trained and drafters.alternate is None and RECALL_ALONE not in drafters.settled:
+            self._refer(domain, self._factory.make(Recall(), domain, RECALL_ALONE))
+
+    def _refer(self, domain: str, reference: ActiveDrafter) -> None:
+        turns = Turns(1 - reference_share(None, self._measure), self.domains[domain].stable.version)
+        self._begin_comparison(domain, AlternateDrafter(reference, turns, reference=True))
 
     def _begin_comparison(self, domain: str, alternate: AlternateDrafter) -> None:
         self._end_comparison(domain)

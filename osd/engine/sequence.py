@@ -25,7 +25,7 @@ from osd.routing.router import Pick
 from osd.verification.penalties import WithheldTokens
 
 if TYPE_CHECKING:
-    from osd.engine.pool import ActiveDrafter, AlternateDrafter
+    from osd.engine.domain_drafters import ActiveDrafter, AlternateDrafter
 
 log = logging.getLogger(__name__)
 

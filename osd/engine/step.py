@@ -20,12 +20,12 @@ from torch import Tensor
 
 from osd.drafting.session import TargetRows, Tree
 from osd.engine.completion import SkippedLayers
+from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.draft_group import NO_DRAFT, DraftDecision, DraftGroup
 from osd.engine.early_answers import EarlyAnswers
 from osd.engine.exits import resumed_rows
 from osd.engine.packing import PackedStep, SequenceInput, pack
 from osd.engine.policy import Policy
-from osd.engine.pool import ActiveDrafter
 from osd.engine.request import TARGET, TokenLogprobs
 from osd.engine.sequence import SequenceState
 from osd.engine.slots import SlotManager

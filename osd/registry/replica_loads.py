@@ -108,10 +108,10 @@ class DomainEffects(msgspec.Struct, frozen=True):
     """Measured effects of a domain's drafter versions in one replica.
 
     Attributes:
-        comparison: the version on trial against the stable version, or that against the version before; None without.
+        comparisons: the version on trial against the stable version, or that against references.
     """
 
-    comparison: Comparison | None = None
+    comparisons: tuple[Comparison, ...] = ()
 
 
 EffectsByDomain = dict[str, DomainEffects]

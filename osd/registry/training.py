@@ -49,6 +49,7 @@ class FundReport(msgspec.Struct, frozen=True):
         saved: estimate of the core seconds that versions have saved.
         effects: effects of the versions that came into service since the account began or since drift.
         trial: effect of the version on trial; None without a trial.
+        over_recall: effect of the version in service over recall alone; None before it is measured.
         log: logarithm of the measured speed-up of all ``effects`` together; None before it is known.
         width: half the width of its confidence interval.
         paid_back: time at which certain savings reached the cost of training, in seconds since the epoch; None before.
@@ -62,6 +63,7 @@ class FundReport(msgspec.Struct, frozen=True):
     saved: float = 0.0
     effects: tuple[VersionEffect, ...] = ()
     trial: VersionEffect | None = None
+    over_recall: VersionEffect | None = None
     log: float | None = None
     width: float | None = None
     paid_back: float | None = None

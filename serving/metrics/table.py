@@ -213,6 +213,12 @@ SERVICE: tuple[Metric[ServiceState], ...] = (
            ("domain", "bound"), kind="gauge",
            read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
                                  for bound, value in bounds(account.log, account.width).items()}),
+    Metric("osd_trained_speedup", "trained_speedup",
+           "Measured speed-up of recall with the trained drafter over recall alone, with its bounds.",
+           ("domain", "bound"), kind="gauge",
+           read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
+                                 if (effect := account.over_recall) is not None
+                                 for bound, value in bounds(effect.log, effect.width).items()}),
     Metric("osd_version_speedup", "version_speedup",
            "Measured speed-up of a version in service or on trial over the version before it, with its bounds.",
            ("domain", "version", "bound"), kind="gauge",

@@ -135,7 +135,7 @@ class LoadReports:
                 self._is_read = self._loads.report(self._name, report, self._work(counts))
                 self._switch(self._control.get().speculation)
                 if comparisons := self._engine.comparisons:
-                    effects = {domain: DomainEffects(comparison) for domain, comparison in comparisons.items()}
+                    effects = {domain: DomainEffects(compared) for domain, compared in comparisons.items()}
                     self._loads.report_effects(self._name, effects)
         except RedisError as error:
             if not self._failing:

@@ -106,6 +106,6 @@ def test_full_redis_raises_in_reports_and_reads(loads: ReplicaLoads, redis_clien
 def test_effects_of_versions_are_read_by_replica_and_domain(loads: ReplicaLoads):
     assert loads.effects() == {}
     comparison = Comparison(2, 1, Measured(40, 10.0, 10.5, 0.01))
-    loads.report_effects("a", {"general": DomainEffects(comparison), "code": DomainEffects()})
+    loads.report_effects("a", {"general": DomainEffects((comparison,)), "code": DomainEffects()})
     loads.report_effects("b", {})
-    assert loads.effects() == {"a": {"general": DomainEffects(comparison), "code": DomainEffects()}, "b": {}}
+    assert loads.effects() == {"a": {"general": DomainEffects((comparison,)), "code": DomainEffects()}, "b": {}}

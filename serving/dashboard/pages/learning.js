@@ -101,12 +101,12 @@ export class Learning {
   }
 
   showEffects(fund) {
-    const effects = [...(fund?.effects ?? []), fund?.trial].filter(Boolean).reverse();
+    const effects = [...(fund?.effects ?? []), fund?.over_recall, fund?.trial].filter(Boolean).reverse();
     this.effects.show(effects, () =>
       effects.map((effect) => {
         const { number, before, log, width, trials } = effect;
         const isMeasured = width != null;
-        return { key: number, cells: [`v${number}`, `v${before}`, isMeasured ? signed(percent)(Math.expm1(log)) : "–", isMeasured ? account.range(effect) : "not measured yet", whole(trials)] };
+        return { key: `${number} ${before}`, cells: [`v${number}`, before ? `v${before}` : "recall alone", isMeasured ? signed(percent)(Math.expm1(log)) : "–", isMeasured ? account.range(effect) : "not measured yet", whole(trials)] };
       }));
   }
 

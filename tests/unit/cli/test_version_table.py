@@ -17,7 +17,8 @@ from osd.registry.training import FundReport, Training, VersionEffect
 GATE = {"acceptance": 0.1368, "baseline_acceptance": 0.1239, "expected_length": 1.412, "baseline_expected_length": 1.37}
 COST = {"core_seconds": 14.5, "training_seconds": 59.0, "beside_seconds": 6.0, "certain_seconds": 0.0}
 EFFECTS = (VersionEffect(2, 1, 0.08, 0.01, 60), VersionEffect(1003, 2, 0.011, 0.015, 31))
-ACCOUNT = FundReport(effects=EFFECTS, log=0.091, width=0.012, paid_back=1_795_577_751.0)
+OVER_RECALL = VersionEffect(2, 0, 0.04, 0.01, 40)
+ACCOUNT = FundReport(effects=EFFECTS, over_recall=OVER_RECALL, log=0.091, width=0.012, paid_back=1_795_577_751.0)
 
 
 def listing() -> Listing:
@@ -62,12 +63,13 @@ def test_records_have_the_whole_gate_and_seconds():
     assert records[0]["removed"] == 1_795_577_751.0
 
 
-def test_training_of_a_domain_is_explained_in_four_lines():
+def test_training_of_a_domain_is_explained_in_five_lines():
     lines = shown()
-    (cost, gain, paid, trial) = lines[-4:]
+    (cost, gain, paid, alone, trial) = lines[-5:]
     assert cost == " training cost     60 core seconds, 6 of them while requests ran"
     assert gain == " training gain     +9.5% (+8.2% to +10.8%) since version 2"
     assert paid.startswith(" paid back         Nov ")
+    assert alone == " over recall alone +4.1% (+3.0% to +5.1%) by version 2"
     assert trial == " on trial          version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
 
 

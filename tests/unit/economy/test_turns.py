@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from osd.economy import turns as module
 from osd.economy.effect import Effect, PlainCosts, Step
 from osd.economy.report import Measured
-from osd.economy.turns import BLOCK, Turns
+from osd.economy.turns import BLOCK, Turns, reference_share
 from tests.unit.economy.machine import Machine
 
 STEPS = 3000
@@ -204,3 +205,12 @@ def test_result_is_known_when_certain_narrow_or_long_measured(measured: Measured
     turns = Turns(0.75, 0)
     turns.measured = measured
     assert turns.settled is settled
+
+
+def test_share_of_a_reference_loses_what_measuring_may_cost():
+    share = partial(reference_share, measure=0.005)
+    assert share(None) == pytest.approx(0.1, rel=0.03)
+    for log in (0.02, 0.1, 0.5):
+        assert share(Effect(log, 0.0, 40)) * -math.expm1(-log) == pytest.approx(0.005)
+    assert share(Effect(0.02, 0.08, 4)) == share(Effect(0.1, 0.0, 40)), "an uncertain effect may be larger"
+    assert share(Effect(-0.1, 0.01, 40)) == 0.5, "a better reference costs nothing"

@@ -19,9 +19,10 @@ from osd.drafting.mixed import Mixed
 from osd.drafting.session import Origin
 from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
+from osd.economy.report import RECALL_ALONE
 from osd.economy.turns import BLOCK, Turns
+from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.policy import Policy
-from osd.engine.pool import ActiveDrafter
 from osd.engine.sequence import SequenceState
 from osd.recall.memory import Memory
 from osd.registry.pointer import Rollout
@@ -67,7 +68,7 @@ def test_canary_trial_keeps_the_answers(
         assert tokens_of(client.ask(texts, 90, capture=True)) == oracle.all(texts, 90)
         results, counters = client.results, client.settled()
         assert (client.engine.drafter_version, client.engine.canary_version) == (1, 2)
-        comparison = client.engine.comparisons["general"]
+        (comparison,) = client.engine.comparisons["general"]
     assert set(uses.values()) == {0}
     by_version = [counters.by_version["general", version] for version in (1, 2)]
     assert min(counts.drafted for counts in by_version) > 0
@@ -306,7 +307,7 @@ def test_canaries_of_two_domains_take_independent_turns(target_dir: Path, oracle
         assert tokens_of(client.wait().values()) == oracle.all(texts, 110)
         counters, comparisons = client.settled(), client.engine.comparisons
     assert set(counters.by_version) == {("general", 1), ("general", 2), ("code", 7), ("code", 8)}
-    assert {domain: (comparison.candidate, comparison.stable) for domain, comparison in comparisons.items()} == {
+    assert {domain: (first.candidate, first.stable) for domain, (first,) in comparisons.items()} == {
         "general": (2, 1), "code": (8, 7),
     }  # fmt: skip
 
@@ -321,7 +322,7 @@ def test_canary_trial_with_plain_blocks_keeps_the_answers(target_dir: Path, orac
         measured = client.engine.measured
         assert measured is not None
         assert measured.trials > 0
-        assert client.engine.comparisons["general"].measured.trials > 0
+        assert client.engine.comparisons["general"][0].measured.trials > 0
 
 
 def test_stable_swap_restarts_the_comparison(target_dir: Path) -> None:
@@ -329,10 +330,10 @@ def test_stable_swap_restarts_the_comparison(target_dir: Path) -> None:
         handle = client.engine.drafters("general")
         handle.try_canary(HALF, weights_of("eagle", target_dir, noise=0.3))
         client.ask(prompts([5, 9]), 110)
-        assert client.engine.comparisons["general"].measured.trials > 0
+        assert client.engine.comparisons["general"][0].measured.trials > 0
         handle.stage(3, weights_of("eagle", target_dir, noise=0.1))
         client.swapped_to(3)
-        comparison = client.engine.comparisons["general"]
+        (comparison,) = client.engine.comparisons["general"]
         assert (comparison.candidate, comparison.stable, comparison.measured.trials) == (2, 3, 0)
         client.ask(prompts([5, 9]), 60, "again-{}")
         assert client.settled().by_version["general", 2].drafted > 0
@@ -353,14 +354,14 @@ def test_stable_version_is_compared_with_an_earlier_one(
 ) -> None:
     traces: list[Trace] = []
     texts, drafter = prompts([9, 4, 17, 30], seed=4), make_drafter("eagle", target_dir)
-    with running(target_dir, "eagle", traces=traces) as client:
+    with running(target_dir, "eagle", traces=traces, measure=0.05) as client:
         client.engine.stage(2, drafter.weights())
         client.swapped_to(2)
         handle = client.engine.drafters("general")
         handle.refer(1, with_noise(drafter.weights(), noise))
         for turn in range(8):
             assert tokens_of(client.ask(texts, 90, f"{turn}-{{}}", capture=True)) == oracle.all(texts, 90)
-        counters, comparison = client.settled(), client.engine.comparisons["general"]
+        counters, (comparison,) = client.settled(), client.engine.comparisons["general"]
         assert client.engine.canary_version is None
     newer, older = (counters.by_version["general", version] for version in (2, 1))
     assert newer.rounds > older.rounds > 0
@@ -386,11 +387,38 @@ def test_comparison_ends_when_its_result_is_known(target_dir: Path, monkeypatch:
         settled = True
         client.ask(prompts([5, 9]), 60, "again-{}")
         assert pool.domains["general"].alternate is None
-        comparison = client.engine.comparisons["general"]
+        (comparison,) = client.engine.comparisons["general"]
         assert (comparison.candidate, comparison.stable) == (2, 1)
         client.engine.stage(3, weights)
         client.swapped_to(3)
         assert client.engine.comparisons == {}, "the comparison was of the version before"
+
+
+def test_mixed_drafter_is_compared_with_recall_alone(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, uses: Counter[tuple[int, int]]
+) -> None:
+    settled = False
+    monkeypatch.setattr(Turns, "settled", property(lambda _: settled))
+    texts, drafter = prompts([9, 4, 17, 30], seed=4), Mixed(make_drafter("eagle", target_dir))
+
+    def versions(client: Client) -> list[tuple[int, int]]:
+        compared = client.engine.comparisons.get("general", ())
+        return [(comparison.candidate, comparison.stable) for comparison in compared]
+
+    with running(target_dir, drafter=drafter, measure=0.05) as client:
+        assert versions(client) == [(1, RECALL_ALONE)]
+        for turn in range(4):
+            assert tokens_of(client.ask(texts, 90, f"{turn}-{{}}")) == oracle.all(texts, 90)
+        assert client.settled().by_version["general", RECALL_ALONE].drafted > 0
+        client.engine.stage(2, drafter.weights())
+        client.swapped_to(2)
+        client.engine.drafters("general").refer(1, drafter.weights())
+        assert versions(client) == [(2, 1)], "the version before comes first"
+        settled = True
+        client.ask(texts, 90, "settled-{}")
+        assert versions(client) == [(2, 1), (2, RECALL_ALONE)]
+        assert client.engine.pool.domains["general"].alternate is None
+    assert set(uses.values()) == {0}
 
 
 def test_swap_and_canary_end_a_comparison_with_a_reference(target_dir: Path) -> None:
@@ -407,7 +435,7 @@ def test_swap_and_canary_end_a_comparison_with_a_reference(target_dir: Path) -> 
         with pytest.raises(ValueError, match="no canary of version 2"):
             handle.try_canary(HALF, None)
         handle.end_canary()
-        assert client.engine.comparisons["general"].stable == 2, "a reference is no canary"
+        assert client.engine.comparisons["general"][0].stable == 2, "a reference is no canary"
         handle.try_canary(Rollout(3, 4, 0.5, 1.0), weights)
         assert client.engine.canary_version == 4
         handle.refer(2, weights)

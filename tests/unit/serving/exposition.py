@@ -27,7 +27,10 @@ def everything() -> str:
         else:
             values[row.kind][named(row.key, labels)] = 1.0
     report = Report("r", 0.0, 1, True, {}, values["gauge"])
-    account = FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01),), log=0.1, width=0.01, paid_back=1.0)
+    alone = VersionEffect(2, 0, 0.1, 0.01)
+    account = FundReport(
+        effects=(VersionEffect(2, 1, 0.1, 0.01),), over_recall=alone, log=0.1, width=0.01, paid_back=1.0
+    )
     training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, account=account)}
     streams = {"general": StreamState(1, 64, None)}
     counters = values["counter"] | values["histogram"]

@@ -108,9 +108,9 @@ def test_effects_on_trial_are_reported_once_a_second(scene):
     scene.run(1.5)
     assert scene.effects == []
     comparison = Comparison(4, 3, scene.engine.measured)
-    scene.engine.comparisons = {"general": comparison}
+    scene.engine.comparisons = {"general": (comparison,)}
     scene.run(2.0)
-    assert scene.effects == 2 * [{"general": DomainEffects(comparison)}]
+    assert scene.effects == 2 * [{"general": DomainEffects((comparison,))}]
 
 
 def test_reports_continue_when_redis_is_back(scene):

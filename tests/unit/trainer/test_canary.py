@@ -202,10 +202,13 @@ def test_effects_of_all_replicas_are_summed(monkeypatch):
     first, second = Measured(10, 10.0, 11.0, 0.1), Measured(20, 30.0, 31.0, 0.2)
     answers = [
         {
-            "a": {"general": DomainEffects(Comparison(2, 1, first)), "code": DomainEffects(Comparison(2, 1, first))},
-            "b": {"general": DomainEffects(Comparison(2, 1, second))},
-            "c": {"general": DomainEffects(Comparison(3, 1, second))},
-            "d": {"general": DomainEffects(), "code": DomainEffects(Comparison(2, 1, second))},
+            "a": {
+                "general": DomainEffects((Comparison(2, 1, first),)),
+                "code": DomainEffects((Comparison(2, 1, first),)),
+            },
+            "b": {"general": DomainEffects((Comparison(2, 1, second),))},
+            "c": {"general": DomainEffects((Comparison(3, 1, second),))},
+            "d": {"general": DomainEffects(), "code": DomainEffects((Comparison(2, 1, second),))},
         },
         RedisConnectionError("gone"),
         {},

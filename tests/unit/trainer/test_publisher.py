@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
-from osd.economy.report import Measured
+from osd.economy.report import RECALL_ALONE, Measured
 from osd.learning.drift import Drift
 from osd.learning.gate import GateDecision
 from osd.registry.training import VersionEffect
@@ -16,7 +16,7 @@ from osd.registry.versions import Version
 from tests.unit.learning.toys import Toy, gate_figures
 from trainer import publisher as module
 from trainer.canary import CanaryTrial, Judgement
-from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, trial_of
+from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, version_effect
 from trainer.rollout import CandidateOutcome
 
 
@@ -179,7 +179,8 @@ def test_version_in_service_is_taken_back_when_it_loses(parts, measured, loses):
     parts.promotion.parent, parts.promotion.watch.canary = 7, None
     parts.promotion.stable, parts.effects.of.return_value = 8, measured
     parts.publisher.follow_effect()
-    parts.effects.of.assert_called_once_with(8, 7)
+    assert parts.effects.of.call_args_list == [((8, RECALL_ALONE),), ((8, 7),)]
+    assert parts.reporter.over_recall == version_effect(8, RECALL_ALONE, measured)
     assert parts.promotion.take_back.call_args_list == ([((measured.effect,),)] if loses else [])
     parts.publisher.update_reports()
     parts.reporter.fund.measure.assert_called_with({8: measured})
@@ -195,6 +196,4 @@ def test_version_is_taken_back_when_redis_answers_again(parts):
 
 @pytest.mark.parametrize("measured", [None, Measured(), Measured(3, 100.0, 110.0, 0.25)])
 def test_trial_without_enough_pairs_has_no_interval(measured):
-    canary = CanaryTrial(2, 1, 0.5, 1e9)
-    canary.measured = measured
-    assert trial_of(canary).width is None
+    assert version_effect(2, 1, measured).width is None
