@@ -89,6 +89,7 @@ class EngineCounters:
 
     requests: int = 0
     failed: int = 0
+    grammar_failed: int = 0
     cancelled: int = 0
     preemptions: int = 0
     skipped_layers: int = 0
@@ -207,6 +208,9 @@ METRICS: tuple[Metric[EngineCounters], ...] = (
            listed=Listed("requests", "Requests submitted")),
     Metric("osd_failed_requests", "failed", "Sequences that failed in the engine.", history=True,
            listed=Listed("requests", "Failed in the engine")),
+    Metric("osd_grammar_failed_requests", "grammar_failed",
+           "Sequences that their own grammar ended, because it was too complex.", history=True,
+           listed=Listed("requests", "Ended by their grammar")),
     Metric("osd_cancelled_requests", "cancelled", "Sequences whose client disconnected, or that a shutdown ended.",
            history=True, listed=Listed("requests", "Cancelled")),
     Metric("vllm:num_preemptions", "preemptions",
@@ -214,7 +218,7 @@ METRICS: tuple[Metric[EngineCounters], ...] = (
            listed=Listed("requests", "Preempted")),
     Metric("vllm:request_success", "finished", "Sequences that ended, by reason.", ("finished_reason",),
            lambda counts: {("stop",): counts.finished["stop"], ("length",): counts.finished["length"],
-                           ("abort",): counts.cancelled, ("error",): counts.failed},
+                           ("abort",): counts.cancelled, ("error",): counts.failed + counts.grammar_failed},
            zeros=(("stop",), ("length",), ("abort",), ("error",))),
     Metric("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of admitted sequences, including cached tokens.",
            history=True),

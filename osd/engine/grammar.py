@@ -12,10 +12,20 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from osd.engine.grammar_check import LIMITS, SECONDS, GrammarChecker, GrammarTooExpensive, first_mask
+from osd.engine.grammar_check import (
+    BYTES_PER_CHARACTER,
+    LIMITS,
+    SECONDS,
+    STATES_BYTES,
+    GrammarChecker,
+    GrammarTooExpensive,
+    first_mask,
+)
 from osd.target.vocabulary import Vocabulary, VocabularyError
 
-_MAX_CACHED = 32  # grammars of up to 40 MB each; most take a hundredth of that
+MAX_CACHED_BYTES = 512 << 20
+"""Memory of all cached grammars, at most; most grammars take a hundredth of their share."""
+
 _SEPARATOR = "\x02"  # merges with no other character, and the text after it does not begin a line or a word
 _NAMES = {
     "json": "JSON Schema",
@@ -68,6 +78,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, frozenset(ends)
         self._wrapped: LLTokenizer | None = None
         self._cached: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._cached_bytes = 0
         self._checker, self._lock = GrammarChecker(), threading.Lock()
 
     def compile(self, kind: str, text: str) -> Grammar:
@@ -83,8 +94,10 @@ class GrammarCompiler:
         with self._lock:
             if (kind, text) not in self._cached:
                 self._cached[kind, text] = self._compiled(kind, text)
-                if len(self._cached) > _MAX_CACHED:
-                    self._cached.popitem(last=False)
+                self._cached_bytes += _max_bytes(text)
+                while self._cached_bytes > MAX_CACHED_BYTES:
+                    (_, oldest), _ = self._cached.popitem(last=False)
+                    self._cached_bytes -= _max_bytes(oldest)
             self._cached.move_to_end((kind, text))
             return self._cached[kind, text]
 
@@ -157,6 +170,11 @@ def wrapped(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: frozenset
         raise VocabularyError("it is not from the tokenizers library")
     tokens = _Tokens(backend, vocabulary, ends)
     return LLTokenizer(TokenizerWrapper(tokens), n_vocab=vocabulary, eos_token=sorted(ends))
+
+
+def _max_bytes(text: str) -> int:
+    """Return the largest memory of the grammar of ``text``; the library does not report the actual one."""
+    return STATES_BYTES + BYTES_PER_CHARACTER * len(text)
 
 
 def _refusal(kind: str, error: str) -> str:

@@ -26,13 +26,20 @@ _EOS = 256
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,
+    max_items_in_row=1000,  # the library compares each new item of an ambiguous grammar with all others
     step_max_items=20_000,
     max_lexer_states=20_000,
     max_grammar_size=100_000,
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""Limits of the work for one token, about 7 ms, and of the memory of a grammar, about 40 MB."""
+"""Limits of the work for one token, about 10 ms, and of the states of a grammar."""
+
+STATES_BYTES = 20 << 20
+"""Memory of ``max_lexer_states``, which fill up while answers are written: at most 1 KB each."""
+
+BYTES_PER_CHARACTER = 128
+"""Memory of a compiled grammar per character of its text, at most."""
 
 # Answers are formatted like Python's json.dumps. If white space is free, small models repeat it without end.
 _JSON: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False}

@@ -14,10 +14,12 @@ from osd.economy.costs import CostModel
 from osd.engine.calibration import calibrate
 from osd.engine.counters import EngineCounters
 from osd.engine.domain_drafters import ActiveDrafter
+from osd.engine.grammar import GrammarError
 from osd.engine.health import Health
 from osd.engine.planner import Planner, measured_step
 from osd.engine.policy import Policy
 from osd.engine.pool import DrafterPool
+from osd.engine.request import RequestDataError
 from osd.engine.request_router import RequestRouter
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import SequenceState
@@ -165,17 +167,25 @@ class DecodeLoop:
         return True
 
     def _fail_alone(self, s: SequenceState, error: Exception) -> None:
-        log.error("request %s failed", s.request.id, exc_info=error)
-        self.health.request_failed(type(error).__name__)
+        """End one sequence with an error; an error of its own data says nothing about the health of the engine."""
+        if isinstance(error, GrammarError):
+            log.info("the grammar of request %s ends it: %s", s.request.id, error)
+        else:
+            log.error("request %s failed", s.request.id, exc_info=error)
+            if not isinstance(error, RequestDataError):
+                self.health.request_failed(type(error).__name__)
         with self.changed:
             self._fail([s], error)
 
     def _fail(self, sequences: list[SequenceState], error: Exception) -> None:
         """End sequences with an error and discard the content of their slots. Must hold ``changed``."""
+        refusal = str(error) if isinstance(error, GrammarError) else ""
+        cause = error.__cause__ if isinstance(error, RequestDataError) else error
         for s in sequences:
             if not s.ended:
-                self.counters.failed += 1
-                s.fail(f"{type(error).__name__} while decoding")
+                self.counters.grammar_failed += bool(refusal)
+                self.counters.failed += not refusal
+                s.fail(f"{type(cause).__name__} while decoding", refusal)
             self.scheduler.remove(s, forget=True)
 
     def _swap(self) -> None:

@@ -85,6 +85,10 @@ class Request:
         return self.capture and self.is_exact
 
 
+class RequestDataError(Exception):
+    """Error in the handling of one request's own data: its text, stop strings or log-probabilities."""
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probabilities at the place of one generated token.
@@ -125,6 +129,8 @@ class Update:
         finish_reason: why the request ended; None before the end.
         counts: of the whole request; only in the last update.
         error: message for ``finish_reason`` "error".
+        refusal: for ``finish_reason`` "error", the message of a ``GrammarError`` about the request's own grammar; ""
+            for other errors.
         logprobs: of ``token_ids``, if the request asks for them.
         cached_tokens: number of prompt tokens that did not have to be read.
         lifetime: times of the request; only in the last update.
@@ -147,3 +153,4 @@ class Update:
     sources: tuple[str, ...] = ()
     judged: JudgedTokens | None = None
     skipped: SkippedLayers | None = None
+    refusal: str = ""

@@ -16,7 +16,7 @@ from osd.engine.completion import CompletionState
 from osd.engine.constraint import GrammarConstraint
 from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
-from osd.engine.request import FinishReason, Request, TokenLogprobs, Update
+from osd.engine.request import FinishReason, Request, RequestDataError, TokenLogprobs, Update
 from osd.engine.text import TextStream
 from osd.engine.thinking import Phase
 from osd.engine.trace_builder import TraceBuilder
@@ -318,7 +318,10 @@ class SequenceState:
 
     def report(self) -> None:
         """Send new tokens and text; the last update carries the counts."""
-        text = self._text.take(last=self.finish is not None)
+        try:
+            text = self._text.take(last=self.finish is not None)
+        except Exception as error:
+            raise RequestDataError from error
         if self._new or self.finish:
             counts = self.counts if self.finish else None
             logprobs = tuple(self.logprobs)
@@ -328,10 +331,10 @@ class SequenceState:
             )
         self._new, self.logprobs, self.sources = [], [], []
 
-    def fail(self, message: str) -> None:
-        """End the request with an error."""
+    def fail(self, message: str, refusal: str = "") -> None:
+        """End the request with an error; see ``Update`` for ``refusal``."""
         self.finish = "error"
-        self._send(Update(self.request.id, (), "", "error", self.counts, message))
+        self._send(Update(self.request.id, (), "", "error", self.counts, message, refusal=refusal))
 
     def _send(self, update: Update) -> None:
         self.ended = update.finish_reason is not None

@@ -24,9 +24,10 @@ from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.draft_group import NO_DRAFT, DraftDecision, DraftGroup
 from osd.engine.early_answers import EarlyAnswers
 from osd.engine.exits import resumed_rows
+from osd.engine.grammar import GrammarError
 from osd.engine.packing import PackedStep, SequenceInput, pack
 from osd.engine.policy import Policy
-from osd.engine.request import TARGET, TokenLogprobs
+from osd.engine.request import TARGET, RequestDataError, TokenLogprobs
 from osd.engine.sequence import SequenceState
 from osd.engine.slots import SlotManager
 from osd.engine.step_plan import ScheduledSequence, StepPlan
@@ -385,12 +386,17 @@ def _advance(
             states,
             TargetRows(tree, decision.path, rows, top) if s.request.is_exact else None,
         )
-    taken = s.append(decision.tokens, states)
-    if s.request.logprobs is not None:
-        drawn_at = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]
-        s.logprobs += TokenLogprobs.of(logits[drawn_at], taken, s.request.logprobs)
-    if s.request.sources:
-        s.sources += [*(tree.sources[node] for node in decision.path), TARGET][: len(taken)]
+    try:
+        taken = s.append(decision.tokens, states)
+        if s.request.logprobs is not None:
+            drawn_at = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]
+            s.logprobs += TokenLogprobs.of(logits[drawn_at], taken, s.request.logprobs)
+        if s.request.sources:
+            s.sources += [*(tree.sources[node] for node in decision.path), TARGET][: len(taken)]
+    except GrammarError:
+        raise
+    except Exception as error:
+        raise RequestDataError from error
     s.step += 1
     return taken
 

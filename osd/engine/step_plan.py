@@ -42,6 +42,8 @@ class ScheduledSequence:
         s = self.sequence
         if not s.request.is_exact:  # tokens of lossy answers leave the target at the layers where drafts would start
             return False
+        if s.constraint is not None and not s.constraint.may_draft:
+            return False
         if s.drafter is None or (self.forced and not s.policy.growth.is_priced):
             return False
         return self.ends and self.count == 1 and s.step > 0

@@ -51,6 +51,7 @@ class Prepared:
         prompts: number of tokens of each prompt.
         sequences: requests of the engine; each prompt has the same number, and they are ordered by prompt.
         seconds: time limit of the response; None for no limit.
+        form: field of the body that gives the form of the answer; "" for none.
         calls: format of function calls; None if the model may not call functions.
     """
 
@@ -59,6 +60,7 @@ class Prepared:
     prompts: list[int]
     sequences: list[Request]
     seconds: float | None
+    form: str = ""
     calls: ToolFormat | None = None
 
 
@@ -95,7 +97,7 @@ class EngineRequests:
         if marks is not None and common.grammar is None:  # a grammar leaves no room for thinking
             end = await self._tokenizing.decode(prompt[-_MARK_TOKENS:])
             common = replace(common, thinking=Thinking(marks, end.rstrip().endswith(marks.begin)))
-        return self._prepared(body, [prompt], common, most, calls)
+        return self._prepared(body, [prompt], common, most, form, calls)
 
     async def _predicted(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a prediction."""
@@ -116,7 +118,7 @@ class EngineRequests:
         encode = self._tokenizing.encode
         prompts = [await encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         common = await self._common(body, caller, domain, body.structure)
-        return self._prepared(body, prompts, common, COMPLETION_TOKENS)
+        return self._prepared(body, prompts, common, COMPLETION_TOKENS, body.structure)
 
     async def _check_limits(self, body: Generate, prompts: int, caller: Caller) -> str | None:
         """Check everything that needs no tokenizer; return the requested domain, or None to detect the domain."""
@@ -193,7 +195,13 @@ class EngineRequests:
             raise invalid(f"'{form.param}' {error}.", form.param) from None
 
     def _prepared(
-        self, body: Generate, prompts: list[list[int]], common: Request, default: int, calls: ToolFormat | None = None
+        self,
+        body: Generate,
+        prompts: list[list[int]],
+        common: Request,
+        default: int,
+        form: OutputConstraint | None,
+        calls: ToolFormat | None = None,
     ) -> Prepared:
         """Return the request with ``n`` sequences per prompt; ``default`` is the default limit of tokens."""
         model = self._service.model
@@ -215,7 +223,8 @@ class EngineRequests:
                     replace(common, id=sequence_id, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling)
                 )
         seconds = self._limits.request_timeout_s if body.timeout is None else body.timeout
-        return Prepared(body, response_id, [len(ids) for ids in prompts], sequences, seconds, calls)
+        field = "" if form is None else form.param
+        return Prepared(body, response_id, [len(ids) for ids in prompts], sequences, seconds, field, calls)
 
 
 def _controller_options(body: Generate) -> ControllerOptions | None:

@@ -56,7 +56,9 @@ class GenerateRoutes:
         observed.identify(prepared.id, caller)
         sequences = [replace(sequence, arrived=observed.arrived) for sequence in prepared.sequences]
         charge = partial(service.access.budgets.charge, caller.key)
-        generation = Generation(service, self._requests.admission, sequences, prepared.seconds, charge, observed)
+        generation = Generation(
+            service, self._requests.admission, sequences, prepared.seconds, charge, observed, prepared.form
+        )
         builder = self._builder_of(prepared)
         handed_over = False
         try:

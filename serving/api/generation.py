@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.types import Receive
 
 from osd.engine.request import Request, Update
-from serving.http.errors import ApiError, stopping
+from serving.http.errors import ApiError, invalid, stopping
 from serving.http.limits import Admission
 from serving.service import Service
 from serving.telemetry.observed import ObservedRequest
@@ -41,6 +41,7 @@ class Generation:
         seconds: time limit after ``start``, after which the request fails; None for no limit.
         charge: called with the number of new tokens of every update.
         observed: record of the request, which receives every update.
+        form: field of the request that gives the form of the answer; "" for none.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Generation:
         seconds: float | None,
         charge: Callable[[int], None],
         observed: ObservedRequest,
+        form: str = "",
     ) -> None:
+        self._form = form
         self._service, self._admission, self._seconds, self._charge = service, admission, seconds, charge
         self._requests = {request.id: index for index, request in enumerate(requests)}
         self._pending = list(requests)
@@ -93,7 +96,8 @@ class Generation:
 
         Raises:
             Disconnected: the client disconnected.
-            ApiError: a sequence failed, the engine cancelled it, or the time limit was exceeded.
+            ApiError: a sequence failed, its form took too much work, the engine cancelled it, or the time limit was
+                exceeded.
         """
         while self._running:
             update = await self._updates.get()
@@ -102,6 +106,8 @@ class Generation:
                 raise update
             if update.finish_reason is not None:
                 self._running.discard(update.request_id)
+            if update.refusal:
+                raise invalid(f"'{self._form}' {update.refusal}.", self._form)
             if update.finish_reason == "error":
                 logger.error("request %s failed in the engine: %s", update.request_id, update.error)
                 raise ApiError(500, "The engine failed; the server's log says why.", kind="server_error")

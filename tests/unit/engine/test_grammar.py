@@ -26,6 +26,8 @@ from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Tree
 from osd.engine.constraint import GrammarConstraint, pruned
 from osd.engine.grammar import Grammar, GrammarCompiler, GrammarError, wrapped
+from osd.engine.grammar_check import BYTES_PER_CHARACTER, STATES_BYTES
+from osd.engine.health import MAX_FAILED_REQUESTS
 from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
 from osd.engine.step import StepOutcome
@@ -479,4 +481,117 @@ def test_too_complex_grammar_fails_only_its_request(
         monkeypatch.setattr(constraint, "allowed", lambda path: allowed(path) if len(advanced_tokens) < 9 else None)
         results = client.wait()
     assert results["fails"].finish == "error"
+    assert results["fails"].last.refusal == "became too complex after 9 tokens of the answer: simplify it"
     assert results["free"].finish == "length"
+
+
+def limited(text: str, states: int) -> Grammar:
+    """Return the grammar of a regular expression that computes at most ``states`` states."""
+    tokens, compiled = wrapped(tokenizer(), VOCABULARY, frozenset({END})), LLMatcher.grammar_from_regex(text)
+    limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
+    return Grammar(VOCABULARY, frozenset({END}), lambda: LLMatcher(tokens, compiled, log_level=0, limits=limits))
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle", "recall"])
+def test_too_complex_grammars_leave_the_engine_healthy(target_dir: Path, oracle: Oracle, kind: str) -> None:
+    grammar, prompt = limited("[a-c]{0,500}!", 16), prompts([12], seed=3)[0]
+    with running(target_dir, drafter=drafter_of(kind, target_dir), slots=8) as client:
+        client.submit("free", prompt, 100, ignore_eos=True)
+        for number in range(MAX_FAILED_REQUESTS + 6):
+            client.submit(f"{number}", prompt, 100, grammar=grammar)
+        results = client.wait()
+        client.settled()
+        client.engine.check_health()
+        counters = client.engine.counters()
+    assert results["free"].tokens == oracle.greedy(prompt, 100)
+    assert (counters.grammar_failed, counters.failed) == (MAX_FAILED_REQUESTS + 6, 0)
+    assert all("too complex" in result.last.refusal for name, result in results.items() if name != "free")
+
+
+AMBIGUOUS = 'start: "a" | start start'
+
+
+def test_grammar_that_takes_too_much_work_ends_its_answer(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constraint = GrammarConstraint(grammars.compile("grammar", AMBIGUOUS))
+    monkeypatch.setattr("osd.engine.constraint.FIRST_SECONDS", 0.05)
+    monkeypatch.setattr("osd.engine.constraint.TOKEN_SECONDS", 0.0)
+
+    def go_on() -> None:
+        for _ in range(600):
+            constraint.advance(*ids("a"))
+
+    with pytest.raises(GrammarError, match=r"takes more than the 50 ms of work .* for \d+ tokens: simplify it"):
+        go_on()
+
+
+def test_work_for_drafts_is_limited_and_ends_no_answer(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd.engine.constraint.FIRST_SECONDS", 0.05)
+    monkeypatch.setattr("osd.engine.constraint.TOKEN_SECONDS", 0.0)
+    constraint, letters = GrammarConstraint(grammars.compile("grammar", AMBIGUOUS)), ids("a") * 300
+    chain = Tree.chain(letters, "s")
+    kept = len(pruned(chain, constraint).tokens)
+    assert 0 < kept < 300
+    assert not constraint.may_draft
+    assert constraint.forced(4) == []
+    assert pruned(chain, constraint).tokens == []
+    constraint.advance(letters[0])
+    assert constraint.allowed(()) is not None
+
+
+def test_draft_keeps_no_node_after_which_the_grammar_fails() -> None:
+    constraint, letters = GrammarConstraint(limited("[a-c]{0,500}!", 60)), ids("a") * 200
+    kept = pruned(Tree.chain(letters, "s"), constraint).tokens
+    assert 0 < len(kept) < 200
+    for letter in kept:
+        constraint.advance(letter)
+    assert not constraint.may_draft
+
+
+@pytest.mark.parametrize("method", ["try_consume_tokens", "compute_ff_tokens"])
+def test_error_in_the_grammar_library_ends_one_request(
+    target_dir: Path, oracle: Oracle, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    class FailingMatcher:
+        """Matcher of which a method fails from the tenth call on."""
+
+        def __init__(self, matcher: LLMatcher) -> None:
+            self._matcher, self._calls = matcher, 0
+
+        def __getattr__(self, name: str) -> Any:
+            self._calls += name == method
+            if name == method and self._calls > 9:
+                raise RuntimeError("the library fails")
+            return getattr(self._matcher, name)
+
+    grammar, prompt = grammars.compile("regex", "[a-z]{0,60}!"), prompts([12], seed=3)[0]
+    whole = None
+    with running(target_dir, "eagle") as client:
+        client.submit("whole", prompt, 40, grammar=grammar)
+        whole = client.wait()["whole"].tokens
+        numbered = Grammar.numbered
+        monkeypatch.setattr(Grammar, "numbered", lambda self: (0, FailingMatcher(numbered(self)[1])))
+        client.submit("fails", prompt, 40, grammar=grammar)
+        client.submit("free", prompt, 40, ignore_eos=True)
+        results = client.wait()
+        client.engine.check_health()
+        assert client.engine.counters().failed == 0
+    assert results["free"].tokens == oracle.greedy(prompt, 40)
+    if method == "compute_ff_tokens":  # it computes drafts only
+        assert results["fails"].tokens == whole
+    else:
+        assert results["fails"].finish == "error"
+        assert results["fails"].tokens == whole[: len(results["fails"].tokens)]
+
+
+def test_cached_grammars_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd.engine.grammar.MAX_CACHED_BYTES", 3 * STATES_BYTES)
+    with closing(GrammarCompiler(tokenizer(), VOCABULARY, [END])) as compiler:
+        first, second = compiler.compile("regex", "a"), compiler.compile("regex", "b")
+        assert compiler.compile("regex", "a") is first
+        compiler.compile("regex", "c" * (STATES_BYTES // BYTES_PER_CHARACTER // 4))  # with two others it is too large
+        assert compiler.compile("regex", "a") is first
+        assert compiler.compile("regex", "b") is not second

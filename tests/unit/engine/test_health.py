@@ -248,6 +248,20 @@ def test_error_of_one_request_does_not_affect_others(
         client.engine.check_health()
 
 
+@pytest.mark.parametrize("method", ["push", "take"])
+def test_errors_of_requests_own_texts_leave_the_engine_healthy(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(TextStream, method, raising(RuntimeError("this text")))
+    with running(target_dir, "eagle", slots=8) as client:
+        for number in range(MAX_FAILED_REQUESTS + 1):
+            client.submit(f"{number}", [1, 2, 3], 4)
+        assert {result.error for result in client.wait().values()} == {"RuntimeError while decoding"}
+        client.settled()
+        client.engine.check_health()
+        assert client.engine.counters().failed == MAX_FAILED_REQUESTS + 1
+
+
 @pytest.mark.parametrize("fails", ["add", "build", "sink"])
 def test_failed_trace_does_not_fail_the_answer(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,28 @@ def test_failure_after_the_first_token_is_an_error_event(client, service):
     response = client.post("/v1/completions", json={"prompt": "hi", "stream": True})
     assert events_of(response)[-1]["error"]["type"] == "server_error"
     assert "SECRET" not in response.text
+
+
+REFUSAL = "became too complex after 1 tokens of the answer: simplify it"
+FORM = {"structured_outputs": {"regex": "a+"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "hi", **FORM}, "structured_outputs.regex"),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_form_that_becomes_too_complex_is_the_requests_error(client, service, path, body, param):
+    refused = Update("", (), "", "error", error="GrammarError while decoding", refusal=REFUSAL)
+    service.script = lambda request: [replace(refused, request_id=request.id)]
+    for stream in (False, True):
+        error = error_of(client.post(path, json={**body, "stream": stream}), 400)
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert error["message"] == f"'{param}' {REFUSAL}."
+    service.script = lambda request: [Update(request.id, (1,), "a"), replace(refused, request_id=request.id)]
+    assert events_of(client.post(path, json={**body, "stream": True}))[-1]["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
