@@ -497,7 +497,10 @@ def test_too_complex_grammars_leave_the_engine_healthy(target_dir: Path, oracle:
     grammar, prompt = limited("[a-c]{0,500}!", 16), prompts([12], seed=3)[0]
     with running(target_dir, drafter=drafter_of(kind, target_dir), slots=8) as client:
         client.submit("free", prompt, 100, ignore_eos=True)
-        for number in range(MAX_FAILED_REQUESTS + 6):
+        for number in range(6):
+            client.submit(f"{number}", prompt, 100, grammar=grammar)
+        client.wait()
+        for number in range(6, MAX_FAILED_REQUESTS + 6):
             client.submit(f"{number}", prompt, 100, grammar=grammar)
         results = client.wait()
         client.settled()
@@ -524,6 +527,14 @@ def test_grammar_that_takes_too_much_work_ends_its_answer(
 
     with pytest.raises(GrammarError, match=r"takes more than the 50 ms of work .* for \d+ tokens: simplify it"):
         go_on()
+
+
+def test_grammar_with_too_many_alternatives_ends_its_answer(grammars: GrammarCompiler) -> None:
+    names = [f"name{number}" for number in range(300)]
+    properties: dict[str, Any] = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+    GrammarConstraint(grammars.compile("json", json.dumps({**properties, "required": names}))).advance(*ids("{"))
+    with pytest.raises(GrammarError, match="too complex after 1 tokens"):  # any of 300 properties may come next
+        GrammarConstraint(grammars.compile("json", json.dumps(properties))).advance(*ids("{"))
 
 
 def test_work_for_drafts_is_limited_and_ends_no_answer(
@@ -585,6 +596,42 @@ def test_error_in_the_grammar_library_ends_one_request(
     else:
         assert results["fails"].finish == "error"
         assert results["fails"].tokens == whole[: len(results["fails"].tokens)]
+
+
+def test_mask_after_an_interrupted_draft_is_never_wrong(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        """Matcher that does not roll back the tokens of the first draft."""
+
+        def __init__(self, matcher: LLMatcher) -> None:
+            self._matcher, self._failed = matcher, False
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "rollback" and not self._failed:
+                self._failed = True
+                raise RuntimeError("interrupted")
+            return getattr(self._matcher, name)
+
+    a, b = ids("ab")
+    numbered = Grammar.numbered
+    monkeypatch.setattr(Grammar, "numbered", lambda self: (0, Interrupted(numbered(self)[1])))
+    constraint = GrammarConstraint(grammars.compile("regex", "[ab]b?c"))
+    assert constraint.allowed((a,)) is None
+    with pytest.raises(GrammarError):  # its matcher is after "ab", where only "c" is allowed
+        constraint.advance(b)
+
+
+def test_answer_has_no_drafts_while_its_grammar_refuses_them(
+    target_dir: Path, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(1.0, seed=3)
+    with running(target_dir, "eagle") as client:
+        drafted = answer(client, grammars, "regex", "[a-z]{30}", sampling=sampling).counts.drafted
+        monkeypatch.setattr(GrammarConstraint, "may_draft", property(lambda _: False))
+        result = answer(client, grammars, "regex", "[a-z]{30}", sampling=sampling)
+    assert drafted > 0
+    assert (result.counts.drafted, len(result.tokens)) == (0, 30)
 
 
 def test_cached_grammars_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
