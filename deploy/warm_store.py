@@ -15,8 +15,6 @@ from osd.traffic.open_loop import Tally
 FIRST_VERSION = 1
 """Number of a domain's untrained first version."""
 
-_OWNER_ONLY = 0o600
-
 
 class WarmStore:
     """Folder ``home``/warm/<target> without users' text; the weights in ``directory`` identify the target."""
@@ -54,7 +52,7 @@ class WarmStore:
         Raises:
             OSError: the disk refuses; the previous snapshot stays.
         """
-        files.replace(self._recalled(settings), snapshot, mode=_OWNER_ONLY)
+        files.replace(self._recalled(settings), snapshot)
 
     def recall(self, settings: RecallSettings, folder: Path) -> bool:
         """Copy the stored snapshot to a domain's ``folder`` if it has none; return whether it was copied.
@@ -65,7 +63,7 @@ class WarmStore:
         kept, to = self._recalled(settings), folder / SNAPSHOT
         if to.exists() or not kept.is_file():
             return False
-        files.replace(to, kept.read_bytes(), mode=_OWNER_ONLY)
+        files.replace(to, kept.read_bytes())
         return True
 
     def _recalled(self, settings: RecallSettings) -> Path:

@@ -1,4 +1,7 @@
-"""Atomic and durable writes: after a crash a file has its old or its new content, never a part."""
+"""Atomic and durable writes: after a crash a file has its old or its new content, never a part.
+
+Files and directories have permissions for their owner only, because weights and traces come from users' text.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 _RETRY_SECONDS = 0.005
+_OWNER_ONLY, _OWNER_ONLY_DIRECTORY = 0o600, 0o700
+_opener = partial(os.open, mode=_OWNER_ONLY)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its missing parents."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(_OWNER_ONLY_DIRECTORY, exist_ok=True)
 
 
 def write(path: Path, *parts: bytes | memoryview) -> None:
     """Write a new file and sync its content to disk; ``sync_directory`` syncs its name."""
-    with _named(path), open(path, "xb") as file:
+    with _named(path), open(path, "xb", opener=_opener) as file:
         fill(file, *parts)
 
 
@@ -33,9 +45,7 @@ def fill(file: BinaryIO, *parts: bytes | memoryview) -> None:
     os.fsync(file.fileno())
 
 
-def replace(
-    path: Path, *parts: bytes | memoryview, mode: int = 0o666, guard: AbstractContextManager[None] | None = None
-) -> None:
+def replace(path: Path, *parts: bytes | memoryview, guard: AbstractContextManager[None] | None = None) -> None:
     """Replace a file atomically; create its directory if necessary.
 
     A crash may leave a temporary file ``.<name>.*`` in the directory, which the next call removes.
@@ -43,15 +53,14 @@ def replace(
     Args:
         path: the file to replace.
         parts: the new content.
-        mode: permissions of the file, before the umask.
         guard: a context to enter for the rename, but not for the write before it.
 
     Raises:
         OSError: the disk cannot be written; the old file stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     clear(path)
-    with _named(path), _temporary(path, mode) as file:
+    with _named(path), _temporary(path) as file:
         fill(file, *parts)
         with guard or contextlib.nullcontext():
             os.replace(file.name, path)
@@ -70,11 +79,11 @@ def clear(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, mode: int) -> Generator[BinaryIO]:
+def _temporary(path: Path) -> Generator[BinaryIO]:
     """Yield a new locked file in the directory of ``path``; delete it afterwards, unless it was renamed."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
+        with open(temporary, "xb", opener=_opener) as file:
             try:
                 if _claimed(file, temporary):
                     yield file
@@ -91,11 +100,11 @@ def directory(folder: Path, first: str) -> Generator[tuple[Path, BinaryIO]]:
     """
     while True:
         temporary = folder / f".{secrets.token_hex(8)}"
-        temporary.mkdir()
+        temporary.mkdir(_OWNER_ONLY_DIRECTORY)
         try:
             file = None
             with contextlib.suppress(FileNotFoundError):  # another process has already cleared the directory
-                file = open(temporary / first, "xb")  # noqa: SIM115 (closed below)
+                file = open(temporary / first, "xb", opener=_opener)  # noqa: SIM115 (closed below)
             if file is not None:
                 with _named(temporary), file:
                     if _claimed(file, temporary / first):
@@ -157,8 +166,8 @@ def locked(path: Path, seconds: float = 10.0) -> Generator[None]:
     Raises:
         OSError: another process held the lock for ``seconds``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    make_directory(path.parent)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
     try:
         deadline = time.monotonic() + seconds
         while True:

@@ -22,7 +22,7 @@ class Running:
 
 def lock(home: Path) -> filelock.BaseFileLock:
     """Return the lock of the loop that runs in ``home``; entering raises ``filelock.Timeout`` while a loop runs."""
-    return filelock.FileLock(home / _LOCK, timeout=0)
+    return filelock.FileLock(home / _LOCK, timeout=0, mode=0o600)
 
 
 def announce(home: Path, url: str, redis_url: str) -> None:

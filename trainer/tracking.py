@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from osd import files
 from osd.config import ConfigError, Settings
 from osd.registry.events import Events, Kind
 
@@ -47,6 +48,7 @@ class TensorBoard:
         """Open the event file of a domain."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        files.make_directory(folder / domain)
         self._writer = SummaryWriter(str(folder / domain), flush_secs=_FLUSH_SECONDS)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
@@ -74,7 +76,7 @@ class MLflow:
         # The extra is not installed where types are checked.
         mlflow: Any = importlib.import_module("mlflow")
         self._metric = importlib.import_module("mlflow.entities").Metric
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder)
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(tracking_uri=address)
         existing = self._client.get_experiment_by_name(_PROJECT)
@@ -104,7 +106,7 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, domain: str) -> None:
         """Start the run of a domain."""
         wandb: Any = importlib.import_module("wandb")  # not installed where types are checked
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder)
         mode = "online" if wandb.api.api_key else "offline"
         self._run = wandb.init(project=_PROJECT, name=domain, dir=str(folder), mode=mode)
         self._run.define_metric("*", step_metric="step")

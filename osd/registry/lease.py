@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 
 import msgspec
 
+from osd.files import make_directory
 from osd.registry.pointer_file import PointerFiles, Rollout
 
 SILENT_SECONDS = 60.0
@@ -113,8 +114,8 @@ class Lease:
         """Try to lock the file; return whether this trainer has the lock."""
         if self._descriptor is not None:
             return True
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        make_directory(self._path.parent)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -72,7 +72,7 @@ class LocalStorage(Storage):
     def publish(self, domain: str, content: Mapping[str, bytes], guard: AbstractContextManager[None]) -> int:
         """Write a hidden folder, rename it to the next free number and return the number."""
         folder = self.local / domain
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder)
         files.clear_directories(folder, WEIGHTS)
         with files.directory(folder, WEIGHTS) as (temporary, file):
             files.fill(file, content[WEIGHTS])

@@ -1,3 +1,5 @@
+"""Atomic and durable writes."""
+
 from __future__ import annotations
 
 import fcntl
@@ -13,10 +15,25 @@ from tests.waiting import together
 def test_replace_writes_the_whole_file_and_its_directory(tmp_path: Path):
     file = tmp_path / "made" / "file"
     files.replace(file, b"old")
-    files.replace(file, b"n", b"ew", mode=0o600)
+    files.replace(file, b"n", b"ew")
     assert file.read_bytes() == b"new"
-    assert file.stat().st_mode & 0o777 == 0o600
     assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_files_and_directories_are_the_owners_alone(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        files.replace(tmp_path / "a" / "b" / "file", b"")
+        files.write(tmp_path / "a" / "written", b"")
+        with files.locked(tmp_path / "c" / "lock"), files.directory(tmp_path, "first") as (temporary, _):
+            temporary.rename(tmp_path / "kept")
+    finally:
+        os.umask(before)
+    paths = list(tmp_path.rglob("*"))
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
+    assert len(paths) == 8
 
 
 def test_replace_on_a_full_disk_keeps_only_the_old_file(tmp_path: Path, monkeypatch):

@@ -29,7 +29,6 @@ SNAPSHOT = "recall.safetensors"
 _FORMAT = "1"
 _PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
-_OWNER_ONLY = 0o600
 
 
 class SnapshotError(ValueError):
@@ -141,7 +140,7 @@ def _write(path: Path, memory: Memory, target: Identity, created: float) -> Snap
     written = json.dumps(header).encode()
     written += b" " * (-len(written) % 8)
     parts = (part.numpy().data for part in _parts(contents))
-    files.replace(path, len(written).to_bytes(8, "little"), written, *parts, mode=_OWNER_ONLY)
+    files.replace(path, len(written).to_bytes(8, "little"), written, *parts)
     return about
 
 
