@@ -9,9 +9,11 @@ from typing import Self
 
 import filelock
 
+from osd import files
 from osd.capture.server import RedisSetupError, RedisSupervisor, open_redis
 from osd.config import ConfigError, Settings
 from osd.running import lock
+from osd.sealed import discard_secrets
 from osd.target.files import TargetError
 
 
@@ -75,11 +77,12 @@ class Assembly(ABC):
     def _open(self) -> None:
         """Lock the home directory and connect to Redis or start it, as all other parts need both."""
         home = self.settings.home_dir
-        home.mkdir(parents=True, exist_ok=True)
+        files.make_directory(home)
         try:
             self._ends.enter_context(lock(home))
         except filelock.Timeout:
             raise StartError(f"osd already runs in {home}; stop it, or set another home") from None
+        self._ends.callback(discard_secrets, self.settings)
         self._report("starting Redis")
         handle = open_redis(self.settings)
         self._ends.callback(RedisSupervisor(handle.server).close if handle.server else handle.close)

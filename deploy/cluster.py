@@ -12,10 +12,11 @@ from ray import serve
 
 import serving.app
 import trainer.app
-from deploy.contradictions import check_settings
+from deploy.contradictions import check_exposure, check_settings
 from deploy.preparation import check_rules, prepare
 from osd.capture.server import open_redis
 from osd.config import ConfigError, Settings, load_settings
+from osd.config.secrets import holds_password
 from osd.target.load import target_directory
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,19 @@ def build(args: dict[str, str]) -> serve.Application:
         args: settings by dotted key, which override the environment; ``redis_url`` must be set in either.
 
     Raises:
-        ConfigError: a setting is invalid, settings contradict each other, or ``redis_url`` is missing.
+        ConfigError: a setting is invalid, settings contradict each other, an argument is a secret, or ``redis_url`` is
+            missing.
         osd.target.load.TargetError: the target cannot be loaded.
         osd.capture.server.RedisSetupError: Redis does not answer, or is a Redis Cluster.
     """
+    for key, value in args.items():
+        if key in ("serving.api_key", "serving.admin_key") or (key == "redis_url" and holds_password(value)):
+            instead = "redis.password_file" if key == "redis_url" else f"{key}_file"
+            raise ConfigError(f"{key} in the arguments would stay readable in Ray's tables: use {instead}")
     settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
     if settings.redis_url is None:
         raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
+    check_exposure(settings)
     check_settings(settings)
     check_rules(settings)
     open_redis(settings).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from osd.addresses import is_loopback, plain
 from osd.config import ConfigError, Settings, tenant_of
 from osd.logs import check_file
 from osd.registry.object_storage import storage_of
@@ -41,6 +42,22 @@ def check_settings(settings: Settings) -> None:
     if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
         missing = "needs packages that are not installed: pip install 'osd[cluster]'"
         raise ConfigError(f"trainer.workers {workers} {missing}")
+
+
+def check_exposure(settings: Settings) -> None:
+    """Refuse a service that other machines can reach without a key.
+
+    Raises:
+        ConfigError: ``serving.host`` is not loopback, and neither a key nor allowed hosts nor ``serving.insecure`` is
+            set.
+    """
+    serving = settings.serving
+    is_protected = serving.api_key is not None or serving.keys_file is not None or serving.allowed_hosts is not None
+    if not (is_protected or serving.insecure or is_loopback(plain(serving.host))):
+        raise ConfigError(
+            f"serving.host {serving.host} is open to other machines without a key: set serving.api_key_file or "
+            "serving.keys_file, or the names of this server in serving.allowed_hosts, or serving.insecure=true"
+        )
 
 
 def _check_warm_start(settings: Settings) -> None:

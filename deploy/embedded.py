@@ -16,8 +16,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from deploy.assembly import Assembly, RayDied, StartError
-from deploy.contradictions import check_settings
-from deploy.local_ray import LocalRay, last_line
+from deploy.contradictions import check_exposure, check_settings
+from deploy.local_ray import LocalRay, check_token_mode, last_line
 from deploy.local_serve import LocalServe
 from osd.capture.server import public_url
 from osd.config import ConfigError, Settings
@@ -82,6 +82,8 @@ class Embedded(Assembly):
     def _start(self) -> None:
         settings = self.settings
         check_port(settings.serving.host, settings.serving.port)
+        check_token_mode()
+        check_exposure(settings)
         check_settings(settings)
         if settings.trainer.node_labels:
             raise ConfigError("trainer.node_labels apply only to clusters: osd up starts a node without labels")

@@ -12,6 +12,7 @@ from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.running import announce, withdraw
+from osd.sealed import seal
 from osd.target.load import target_directory
 
 
@@ -56,7 +57,7 @@ class Learning(Assembly):
         self.dashboard = dashboard.url
         self.teacher = TeacherProcess(settings, self.redis_url, directory, taps)
         self._ends.callback(self.teacher.stop)
-        self.trainer = Trainer(settings, self.redis_url)
+        self.trainer = Trainer(seal(settings, self.redis_url))
         self._ends.callback(self.trainer.stop)
         self.teacher.start()
         announce(settings.home_dir, "", self.redis_url)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue] # compiled
 
-from deploy.assembly import RayDied
+from deploy.assembly import RayDied, StartError
+from osd import files
 from osd.capture.server import free_port
 from osd.config import Settings
 
@@ -36,7 +40,11 @@ runs Ray's code and ours, which never blocks it, so that no piece passes between
 takes longer to start than Serve's own limit of 5 s, after which Serve kills it and the start fails.
 """
 
+LOG_BOUNDS = {"RAY_ROTATION_MAX_BYTES": str(16 << 20), "RAY_ROTATION_BACKUP_COUNT": "1"}
+"""Environment that bounds each log of Ray to two files of 16 MiB; Ray's default is six files of 512 MiB."""
+
 _OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves little data
+_TOKEN_FILE = "ray-token"  # noqa: S105 (a file name)
 _START_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 20.0, 3.0
 _LOOK_SECONDS = 0.2
 _SERVERS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS"}
@@ -167,6 +175,17 @@ class LocalRay:
         psutil.wait_procs(left, _KILL_SECONDS)
 
 
+def check_token_mode() -> None:
+    """Refuse an environment in which Ray's servers accept calls without a token.
+
+    Raises:
+        StartError: ``RAY_AUTH_MODE`` is set and is not "token".
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
+        raise StartError(f"RAY_AUTH_MODE is {mode}, so every user of this machine could run code in osd: unset it")
+
+
 def last_line(error: BaseException) -> str:
     """Return the last line of an error of Ray, which follows the tracebacks of other processes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -174,12 +193,15 @@ def last_line(error: BaseException) -> str:
 
 
 def _init(settings: Settings) -> None:
+    _renew_token(settings.home_dir / _TOKEN_FILE)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.update(SERVE_ENVIRONMENT)
     # Without a fixed port Ray waits up to 30 s for the GCS's choice with the interpreter's lock held, so that no
     # thread of ours could notice the death of the GCS.
     os.environ["RAY_GCS_SERVER_PORT"] = str(free_port())
+    for name, value in LOG_BOUNDS.items():
+        os.environ.setdefault(name, value)
     # Serve restarts a proxy after three failed checks, and one machine has only one proxy.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     ray.init(
@@ -193,9 +215,18 @@ def _init(settings: Settings) -> None:
         log_to_driver=False,
         configure_logging=True,
         _node_ip_address="127.0.0.1",
-        # Ray's default is niceness 15, but only the trainer should have a low priority.
-        _system_config={"worker_niceness": 0},
+        # Ray's default is niceness 15, but only the trainer should have a low priority. Objects that the store has no
+        # room for must not fill the disk.
+        _system_config={"worker_niceness": 0, "automatic_object_spilling_enabled": False},
     )
+
+
+def _renew_token(file: Path) -> None:
+    """Write a new token, which Ray's processes read from the file and send with each call."""
+    files.replace(file, secrets.token_hex(32).encode())
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray prefers it to the file
+    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier start in this process
 
 
 def _settle(result: Future[Any], function: Callable[..., Any], *arguments: Any) -> None:

@@ -5,8 +5,9 @@
     python examples/cluster.py home=/data redis_url=redis://redis:6379/0 serving.replicas=4
 
 It reads ``deploy/serve.yaml`` as ``serve deploy deploy/serve.yaml`` does; settings on the command line override the
-file. Every node must see the same ``home``, and Redis must run already. The service continues when this program ends;
-``serve shutdown`` stops it. With ``--address local`` everything runs on this machine and stops at the end.
+file. Every node must see the same ``home``, which has the files of the key and the password, and Redis must run
+already. The service continues when this program ends; ``serve shutdown`` stops it. With ``--address local`` everything
+runs on this machine and stops at the end.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ def deploy(address: str, options: list[str]) -> httpx2.Client:
     ray.init(address=address)
     serve.start(proxy_location=file["proxy_location"], http_options={**file["http_options"], "port": port})
     serve.run(build(args), name=application["name"], route_prefix=application["route_prefix"])
-    key = args.get("serving.api_key")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {Path(args['serving.api_key_file']).read_text().strip()}"}
     return httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120)
 
 

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from osd import logs
 from osd.config import Settings
+from osd.sealed import SealedSettings, seal
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ACTOR, ReplicaMetrics
 from serving.metrics.report import Report, ServiceTotals
@@ -88,7 +89,8 @@ class RayMetrics:
 class Server:
     """Ray Serve replica with the HTTP application and one engine."""
 
-    def __init__(self, settings: Settings, redis_url: str) -> None:
+    def __init__(self, sealed: SealedSettings) -> None:
+        settings, redis_url = sealed.open()
         # Modules and weights live as long as the process: skip garbage collection while they load, and freeze them.
         gc.disable()
         # Import here, because the driver that builds the application needs neither torch nor the engine.
@@ -152,6 +154,9 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     Args:
         settings: settings of the service.
         redis_url: the Redis with the pointer, the traces and the events.
+
+    Raises:
+        OSError: ``home`` cannot be written.
     """
     metrics = DeploymentActorConfig(
         name=ACTOR,
@@ -179,7 +184,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         graceful_shutdown_timeout_s=settings.serving.drain_s + CLOSE_SECONDS,
         deployment_actors=[metrics],
     )
-    return deployment.bind(settings, redis_url)
+    return deployment.bind(seal(settings, redis_url))
 
 
 def _scaling(settings: Settings) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
 from osd.registry.replica_loads import ReplicaLoads
+from osd.sealed import SealedSettings
 from trainer.state import TrainerState
 
 if TYPE_CHECKING:
@@ -117,12 +118,16 @@ class Trainer:
     another trainer takes over a domain, the only trainer of a service ends; one of several trainers drops the domain.
     """
 
-    def __init__(self, settings: Settings, redis_url: str) -> None:
-        """Start the workers in a thread."""
-        if logs.set_up(settings.log, "trainer") is None:
+    def __init__(self, sealed: SealedSettings) -> None:
+        """Start the workers in a thread.
+
+        Raises:
+            osd.config.ConfigError: a file with a secret cannot be read.
+        """
+        self._sealed = sealed
+        self._settings, self._redis_url = sealed.open()
+        if logs.set_up(self._settings.log, "trainer") is None:
             logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        self._settings = settings
-        self._redis_url = redis_url
         self._lock = threading.Lock()
         self._worker: DomainWorkers | RemoteWorkers | None = None
         self._paused = False

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 
 from osd.config import Settings
+from osd.sealed import seal
 from trainer.actor import Trainer
 from trainer.distributed import MAX_CALLS, DistributedTrainer
 
@@ -96,8 +97,8 @@ def start(settings: Settings, redis_url: str, **options: Any) -> TrainerActors:
         # Ray spreads only actors that reserve a resource, and every node has one byte of memory.
         options = {**options, "scheduling_strategy": "SPREAD", "memory": 1}
     remote, options_of_all = ray.remote(kind), {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, **options}
-    names = actor_names(trainer.processes)
-    actors = [remote.options(name=name, **options_of_all).remote(settings, redis_url) for name in names]
+    names, sealed = actor_names(trainer.processes), seal(settings, redis_url)
+    actors = [remote.options(name=name, **options_of_all).remote(sealed) for name in names]
     return TrainerActors(settings.domain, cast("Sequence[ActorHandle[Any]]", actors))
 
 

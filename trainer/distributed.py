@@ -16,6 +16,7 @@ import ray
 from osd import logs
 from osd.config import Settings
 from osd.registry.pointer_file import FencedError
+from osd.sealed import SealedSettings
 from trainer.actor import REPORT_SECONDS, Orders, RemoteWorkers, Trainer, open_target
 
 if TYPE_CHECKING:
@@ -86,11 +87,7 @@ class DistributedTrainer(Trainer):
         # A rank cannot react to the announced end of its node, so it need not watch for it.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # so that a relative home is the same directory in every process
-        config = {
-            "settings": self._settings,
-            "redis_url": self._redis_url,
-            "group": ray.get_runtime_context().current_actor,
-        }
+        config = {"sealed": self._sealed, "group": ray.get_runtime_context().current_actor}
         settings = self._settings.trainer
         on_gpu = settings.device == "cuda"
         scaling = ScalingConfig(
@@ -122,16 +119,17 @@ def run_rank(config: dict[str, Any]) -> None:
     from trainer.ranks import Rank
 
     logging.getLogger("trainer").setLevel(logging.INFO)
-    settings, group = config["settings"], config["group"]
+    sealed: SealedSettings = config["sealed"]
+    (settings, redis_url), group = sealed.open(), config["group"]
     rank = dist.get_rank()
     logs.set_up(settings.log, f"trainer rank {rank}")
     try:
         if rank:
-            loads = ReplicaLoads(config["redis_url"])
+            loads = ReplicaLoads(redis_url)
             Rank(settings.trainer, open_target(settings).build, loads).run()
             loads.close()
         else:
-            _lead(settings, config["redis_url"], group)
+            _lead(settings, redis_url, group)
     except Exception as error:
         group.fail.remote(f"rank {rank}: {type(error).__name__}: {error}")
         dist.destroy_process_group()  # ends the waits of other ranks for this rank

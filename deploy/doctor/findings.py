@@ -18,9 +18,11 @@ from packaging.requirements import Requirement
 from redis.exceptions import RedisError
 
 from deploy.assembly import StartError
-from deploy.contradictions import check_settings
+from deploy.contradictions import check_exposure, check_settings
 from deploy.doctor.self_test import SelfTestError, self_test
 from deploy.embedded import check_port
+from deploy.local_ray import check_token_mode
+from osd import files
 from osd.capture.server import RedisSetupError, find_server, open_redis
 from osd.capture.streams import StreamState, stream_states
 from osd.config import ConfigError, Settings
@@ -94,9 +96,11 @@ def _settings(settings: Settings) -> Finding:
     from deploy.preparation import check_rules
 
     try:
+        check_exposure(settings)
+        check_token_mode()
         check_settings(settings)
         check_rules(settings)
-    except ConfigError as error:
+    except (ConfigError, StartError) as error:
         return Finding("settings", "failure", str(error))
     drafter, growth = settings.drafter.kind, settings.growth.kind
     return Finding("settings", "ok", f"target {settings.target.source}, drafter {drafter}, growth {growth}")
@@ -130,7 +134,7 @@ def _memory(settings: Settings) -> Finding:
 def _disk(settings: Settings) -> Finding:
     home = settings.home_dir
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        files.make_directory(home)
         with tempfile.TemporaryFile(dir=home):
             free = shutil.disk_usage(home).free
     except OSError as error:

@@ -9,6 +9,7 @@ import typer
 
 from osd.cli.signals import end_at_once
 from osd.config import ConfigError, Settings, load_settings
+from osd.config.secrets import holds_password
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", metavar="FILE")]
 Overrides = Annotated[
@@ -62,8 +63,7 @@ def _check_public(key: str, value: str) -> None:
         name = key.strip()
         variable = f"OSD_{name.upper().replace('.', '__')}"
         fail(f"{name} (--set) is visible to other users: use {name}_file or {variable}")
-    user = value.partition("//")[2].rpartition("@")[0]
-    if key.strip() == "redis_url" and (user.partition(":")[2] or "password=" in value):
+    if key.strip() == "redis_url" and holds_password(value):
         fail("the password in redis_url (--set) is visible to other users: use redis.password_file or OSD_REDIS_URL")
 
 

@@ -14,27 +14,29 @@ from osd.addresses import CA, PREFIX
 from osd.config.base import ConfigError
 from osd.config.settings import Settings
 
-_KEYS = ("api_key", "admin_key")
+KEYS = ("api_key", "admin_key")
+"""Settings of ``serving`` that hold a key; each has a setting for a file with the key."""
 
 
 def with_keys(settings: Settings) -> Settings:
-    """Return the settings with the keys of ``api_key_file`` and ``admin_key_file`` in ``api_key`` and ``admin_key``.
+    """Return the settings with the keys of files in ``api_key`` and ``admin_key``; the paths of the files stay.
 
     Raises:
         ConfigError: a file cannot be read or is empty, or two settings exclude each other.
     """
     serving = settings.serving
     changed: dict[str, object] = {}
-    for name in _KEYS:
+    for name in KEYS:
         file = getattr(serving, f"{name}_file")
         if file is None:
             continue
         if getattr(serving, name) is not None:
             raise ConfigError(f"serving.{name} and serving.{name}_file are both set: leave one out")
-        changed |= {name: SecretStr(secret(f"serving.{name}_file", file)), f"{name}_file": None}
+        file = file.expanduser().absolute()  # other processes have other working directories
+        changed |= {name: SecretStr(secret(f"serving.{name}_file", file)), f"{name}_file": file}
     serving = serving.model_copy(update=changed)
     if serving.keys_file is not None:
-        for name in _KEYS:
+        for name in KEYS:
             if getattr(serving, name) is not None:
                 raise ConfigError(f"serving.keys_file holds all keys: leave serving.{name} out")
         serving = serving.model_copy(update={"keys_file": serving.keys_file.expanduser().absolute()})
@@ -67,7 +69,7 @@ def secret(name: str, file: Path) -> str:
 def with_redis_address(settings: Settings) -> Settings:
     """Return the settings with ``redis_prefix``, password and certificates as parts of ``redis_url``.
 
-    The password and the certificates are those of ``redis.password_file`` and ``redis.ca_file``.
+    The password and the certificates are those of ``redis.password_file``, which stays set, and ``redis.ca_file``.
 
     Raises:
         ConfigError: ``redis_url`` is missing or contradicts one of them, or a file cannot be read.
@@ -86,12 +88,12 @@ def with_redis_address(settings: Settings) -> Settings:
     except ValueError:
         raise ConfigError("redis_url is not a URL") from None
     query: dict[str, str] = {}
+    password_file = None
     if redis.password_file is not None:
         if password is not None:
             raise ConfigError("redis_url has a password, and redis.password_file is set: leave one out")
-        user, _, place = parts.netloc.rpartition("@")
-        secured = f"{user}:{quote(secret('redis.password_file', redis.password_file), safe='')}@{place}"
-        parts = parts._replace(netloc=secured)
+        password_file = redis.password_file.expanduser().absolute()
+        parts = urlsplit(with_password(settings.redis_url, password_file))
     if redis.ca_file is not None:
         file = redis.ca_file.expanduser().absolute()
         if parts.scheme not in ("rediss", "rediss+sentinel"):
@@ -102,5 +104,31 @@ def with_redis_address(settings: Settings) -> Settings:
     if settings.redis_prefix:
         query[PREFIX] = settings.redis_prefix
     url = parts._replace(query="&".join(filter(None, (parts.query, urlencode(query))))).geturl()
-    plain = redis.model_copy(update={"password_file": None, "ca_file": None})
+    plain = redis.model_copy(update={"password_file": password_file, "ca_file": None})
     return settings.model_copy(update={"redis_url": url, "redis_prefix": "", "redis": plain})
+
+
+def with_password(url: str, file: Path) -> str:
+    """Return a URL of Redis without a password with the password of ``redis.password_file``.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    parts = urlsplit(url)
+    user, _, place = parts.netloc.rpartition("@")
+    secured = f"{user}:{quote(secret('redis.password_file', file), safe='')}@{place}"
+    return parts._replace(netloc=secured).geturl()
+
+
+def without_password(url: str) -> str:
+    """Return the argument of ``with_password``, given its result."""
+    parts = urlsplit(url)
+    user, _, place = parts.netloc.rpartition("@")
+    name = user.partition(":")[0]
+    return parts._replace(netloc=f"{name}@{place}" if name else place).geturl()
+
+
+def holds_password(url: str) -> bool:
+    """Return whether a URL of Redis holds a password, also of a sentinel."""
+    user = url.partition("//")[2].rpartition("@")[0]
+    return bool(user.partition(":")[2]) or "password=" in url

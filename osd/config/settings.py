@@ -216,6 +216,9 @@ class ServingSettings(Section):
         description="names allowed in the Host header in addition to loopback; by default serving.host, and any name "
         "if a key is set or serving.host is not loopback",
     )
+    insecure: bool = Field(
+        default=False, description="allow a host that is not loopback without a key and without allowed_hosts"
+    )
     api_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         default=None, description="key required by all routes except /health; admin routes require admin_key"
     )

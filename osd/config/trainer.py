@@ -111,7 +111,7 @@ class TrainerSettings(Section):
     steps_per_candidate: int = Field(default=75, ge=1, description="micro-steps between two gate decisions")
     min_records: int = Field(default=12, ge=1, description="records before the first micro-step")
     tracking: Literal["tensorboard", "mlflow", "wandb", "none"] = Field(
-        default="tensorboard", description="experiment tracker for losses, gate decisions and versions"
+        default="none", description="experiment tracker for losses, gate decisions and versions; its files only grow"
     )
     threads: int = Field(default=1, ge=1, description="CPU threads per training process")
     workers: int = Field(

@@ -66,7 +66,13 @@ def test_cluster_example_starts_the_service(tmp_path: Path):
         address = urlsplit(redis.url)
         password = tmp_path / "redis-password"
         password.write_text(address.password or "")
-        settings |= {"redis_url": f"redis://{address.hostname}:{address.port}/0", "redis.password_file": password}
+        key = tmp_path / "api-key"
+        key.write_text("sk-clients")
+        settings |= {
+            "serving.api_key_file": key,
+            "redis_url": f"redis://{address.hostname}:{address.port}/0",
+            "redis.password_file": password,
+        }
         options = [f"{key}={value}" for key, value in settings.items()]
         ended = subprocess.run(
             [sys.executable, EXAMPLES / "cluster.py", "--address", "local", *options],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deploy import cluster
-from osd.config import Settings
+from osd.config import ConfigError, Settings
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,22 @@ def test_trainer_without_a_matching_node_logs_a_warning(labels, node, warns, mon
     cluster._look_for_nodes(Settings(trainer={"node_labels": labels}))
     line = f"trainer.node_labels {', '.join(labels)}: no node has them, and the trainer waits for such a node"
     assert [record.message for record in caplog.records] == [line] * warns
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "instead"),
+    [
+        ("serving.api_key", "hush", "serving.api_key_file"),
+        ("serving.admin_key", "hush", "serving.admin_key_file"),
+        ("redis_url", "redis://:hush@h/0", "redis.password_file"),
+    ],
+)
+def test_secret_in_the_arguments_of_a_cluster_is_refused(argument: str, value: str, instead: str):
+    with pytest.raises(ConfigError, match=f"{argument} in the arguments .*: use {instead}$") as refused:
+        cluster.build({argument: value})
+    assert "hush" not in str(refused.value)
+
+
+def test_public_cluster_without_key_is_refused():
+    with pytest.raises(ConfigError, match=r"set serving\.api_key_file"):
+        cluster.build({"redis_url": "redis://h/0", "serving.host": "0.0.0.0"})  # noqa: S104

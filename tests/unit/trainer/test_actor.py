@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from osd.config import Settings
+from osd.sealed import seal
 from tests.waiting import wait_until
 from trainer import app
 from trainer.actor import Orders, RemoteWorkers, Trainer
@@ -15,7 +16,7 @@ from trainer.distributed import DistributedTrainer
 
 def test_unexpected_error_is_reported_and_retried(tmp_path):
     settings = Settings(home=tmp_path, target={"source": str(tmp_path / "nowhere")})  # type: ignore[arg-type]
-    trainer = Trainer(settings, "redis://127.0.0.1:1")
+    trainer = Trainer(seal(settings, "redis://127.0.0.1:1"))
     wait_until(lambda: trainer.status()["failure"])
     assert "TargetError: target.source: there is no directory" in trainer.status()["failure"]
     assert trainer.status()["state"] == "waiting"
@@ -27,7 +28,7 @@ def test_unexpected_error_is_reported_and_retried(tmp_path):
 @pytest.fixture
 def group(tmp_path, monkeypatch):
     monkeypatch.setattr(DistributedTrainer, "train", lambda group: time.sleep(0.01))
-    trainer = DistributedTrainer(Settings(home=tmp_path), "redis://127.0.0.1:1")
+    trainer = DistributedTrainer(seal(Settings(home=tmp_path), "redis://127.0.0.1:1"))
     yield trainer
     assert trainer.stop()
 

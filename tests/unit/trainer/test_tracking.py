@@ -18,7 +18,7 @@ def settings(home, name):
 
 
 def test_tensorboard_stores_numbers_and_text_by_step(tmp_path):
-    assert Settings().trainer.tracking == "tensorboard"
+    assert Settings().trainer.tracking == "none"
     tracker = tracking.make(settings(tmp_path, "tensorboard"))
     tracker.numbers(3, {"train_step/loss": 0.5})
     tracker.numbers(4, {"train_step/loss": 0.25})
