@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jsonpatch
 import jsonschema
@@ -17,6 +18,7 @@ import ray.autoscaler
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from deploy.contradictions import check_exposure
 from osd.config import Settings, load_settings
 from serving.app import CLOSE_SECONDS
 
@@ -107,7 +109,11 @@ def settings_of(name: str, tmp_path: Path) -> Settings:
 
 @pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
 def test_cluster_file_has_known_settings_and_no_password(name: str, tmp_path: Path):
-    assert settings_of(name, tmp_path).redis_url == "redis://:secret%20of%20redis.password_file@redis:6379/0"
+    settings = settings_of(name, tmp_path)
+    secured = "://:secret%20of%20redis.password_file@redis:6379/0"
+    encrypted = f"rediss{secured}?ssl_ca_certs={quote(str(tmp_path / 'redis-ca'), safe='')}"
+    assert settings.redis_url == (f"redis{secured}" if name == "serve.yaml" else encrypted)
+    check_exposure(settings)
 
 
 def test_pod_environment_has_known_settings():
@@ -141,9 +147,15 @@ def test_pods_have_minimal_rights():
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == user_of_the_image()
         assert container(pod)["securityContext"] == {
             "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
         assert not pod["automountServiceAccountToken"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (temporary,) = (mount["name"] for mount in container(pod)["volumeMounts"] if mount["mountPath"] == "/tmp")
+        assert [bool(volume["emptyDir"]["sizeLimit"]) for volume in pod["volumes"] if volume["name"] == temporary] == [
+            True
+        ]
 
 
 def user_of_the_image() -> int:
@@ -194,7 +206,7 @@ def test_replicas_are_spread_and_drained_singly():
 def test_cluster_survives_its_head_and_requires_a_token():
     cluster = service("base")["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
-    assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "redis:6379"
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "rediss://ray-redis:6379"
     assert "value" not in cluster["gcsFaultToleranceOptions"]["redisPassword"]
     by_ssh = read(ROOT / "ray_cluster.yaml")
     assert "--env=RAY_AUTH_MODE=token" in by_ssh["docker"]["run_options"]
@@ -220,6 +232,18 @@ def test_compose_files_are_valid():
     check = ("check-jsonschema", "--builtin-schema", "vendor.compose-spec")
     code, text = output_of(*check, DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml")
     assert code == 0, text
+
+
+def test_compose_gives_no_service_rights_and_no_password_on_a_command_line():
+    compose = read(DEPLOY / "compose.yaml")["services"]
+    for service in compose.values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+    assert compose["osd"]["read_only"]
+    assert compose["redis"]["read_only"]
+    assert "requirepass $$REDIS_PASSWORD" in compose["redis"]["command"][-1]  # the shell reads the variable
+    environment = compose["osd"]["environment"]
+    check_exposure(load_settings(None, (), {"OSD_SERVING__HOST": "0.0.0.0", **environment}))  # noqa: S104
 
 
 def test_image_has_the_programs_of_probes_and_ray_up():
