@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import redis
 
 from osd.capture.server import RedisServer
+from osd.redis_client import decoded
 from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer import Pointer, Rollout
 from tests.pointers import put
@@ -125,6 +127,53 @@ def test_outdated_redis_is_updated_from_disk(pointer: Pointer, redis_client: red
     redis_client.set("osd:rollout:general", old)
     assert pointer.get("general") == moved
     assert redis_client.get("osd:rollout:general") != old
+
+
+class OvertakenStorage(LocalStorage):
+    """Storage that calls ``overtake`` once after the next move, between the file and Redis."""
+
+    def __init__(self, root: Path, overtake: Callable[[], object]) -> None:
+        super().__init__(root)
+        self._overtake: Callable[[], object] | None = overtake
+
+    @contextmanager
+    def locked(self, domain: str) -> Iterator[None]:
+        with super().locked(domain):
+            yield
+        overtake, self._overtake = self._overtake, None
+        if overtake is not None:
+            overtake()
+
+
+def announced(client: redis.Redis) -> Rollout:
+    """Return the rollout of ``general`` in Redis."""
+    return msgspec.json.decode(client.get("osd:rollout:general"), type=Rollout)
+
+
+def test_slow_mover_never_takes_redis_back(redis_url: str, pointer: Pointer, redis_client: redis.Redis, root: Path):
+    storage = OvertakenStorage(root, lambda: put(pointer, "general", CANARY))
+    with Pointer(redis_url, storage) as slow:
+        assert slow.replace("general", None, STABLE)
+    assert without_moves(announced(redis_client)) == CANARY
+
+
+def test_announcement_that_is_overtaken_changes_nothing(
+    redis_url: str, pointer: Pointer, redis_client: redis.Redis, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = put(pointer, "general", STABLE)
+    decodings = 0
+
+    def decode(*arguments: Any) -> Any:
+        nonlocal decodings
+        decodings += 1
+        if decodings == 2:  # the first reads the pointer, and the second compares it within the announcement
+            put(pointer, "general", CANARY)
+        return decoded(*arguments)
+
+    with Pointer(redis_url, root) as slow:
+        monkeypatch.setattr("osd.registry.pointer.decoded", decode)
+        assert slow.replace("general", before, STABLE)
+    assert without_moves(announced(redis_client)) == CANARY
 
 
 def test_newer_rollout_in_redis_wins_over_a_stale_disk(pointer: Pointer, root: Path):

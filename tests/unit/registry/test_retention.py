@@ -19,7 +19,7 @@ from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
 from osd.registry.retention import retire
 from osd.registry.trained_requests import REQUESTS, fingerprint, versions_trained_on
 from osd.registry.versions import Registry, VersionError
-from tests.pointers import write
+from tests.pointers import LockedHides, write
 from tests.waiting import background
 
 
@@ -113,15 +113,6 @@ def test_retention_bounds_disk_and_reads_of_many_versions(tmp_path, monkeypatch)
     removed = registry.removed("general")
     assert [version.number for version in removed] == [*range(45, 75)]
     assert removed[-1].manifest["parent"] == 73
-
-
-class LockedHides(LocalStorage):
-    """Storage that checks that the pointer is locked while versions are hidden."""
-
-    def hide(self, domain: str, numbers: Iterable[int]) -> list[str]:
-        with pytest.raises(OSError, match="held by another process"), files.locked(self.local / ".general.lock", 0):
-            pass
-        return super().hide(domain, numbers)
 
 
 def test_retention_hides_under_the_lock_and_deletes_after_it(tmp_path, monkeypatch):

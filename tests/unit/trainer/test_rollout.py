@@ -17,9 +17,10 @@ from osd.recall.reference import PlainBackend
 from osd.registry.events import Events
 from osd.registry.lease import Lease
 from osd.registry.pointer import Rollout
-from osd.registry.pointer_file import PointerFiles
+from osd.registry.pointer_file import FencedError, PointerFiles
 from osd.registry.versions import Registry
 from osd.target.identity import Identity
+from tests.pointers import LockedHides
 from tests.unit.learning.toys import Toy, make_trace
 from tests.unit.trainer.traffic import live
 from trainer.rollout import DomainVersions, Promotion
@@ -54,9 +55,9 @@ class FakeRedis(Events):
         self.reasons.append(figures.get("reason"))
 
 
-def make_promotion(registry, redis, settings):
+def make_promotion(registry, redis, settings, keep=20):
     lease = Lease(PointerFiles(registry.root), "general")
-    return Promotion(DomainVersions("general", registry, redis, redis, lease), settings, lambda config: Toy(), 20)
+    return Promotion(DomainVersions("general", registry, redis, redis, lease), settings, lambda config: Toy(), keep)
 
 
 STABLE = Rollout(1, None, 0.0, 1.0)
@@ -266,3 +267,18 @@ def test_canary_decision_waits_for_redis(canary):
         promotion.decide(late)
     redis.moves = moves
     assert promotion.decide(late).action == "roll_back"
+
+
+def test_trainer_removes_versions_under_lock_and_fence(tmp_path):
+    registry = Registry(LockedHides(tmp_path))
+    for parent in (None, 1, 2):
+        registry.publish("general", Toy().weights(), Toy().config(), {"parent": parent})
+    rollout = Rollout(3, None, 0.0, 1.0)
+    replaced, successor = (make_promotion(registry, FakeRedis(rollout), TrainerSettings(), keep=1) for _ in range(2))
+    for promotion in (replaced, successor):
+        assert promotion.versions.lease.take(rollout)
+        promotion.versions.lease.release()
+    with pytest.raises(FencedError):
+        replaced.retire()
+    assert registry.numbers("general") == [1, 2, 3]
+    assert successor.retire() == registry.numbers("general") == [2, 3]
