@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any, TypeVar
 
 import msgspec
 import redis
+from redis.exceptions import ResponseError
 
-from osd.capture.streams import counter_key, domains_in, index_key, stream_of
+from osd.capture.streams import counter_key, domains_in, group_of, index_key, stream_of
 from osd.capture.trace import FIELD
 from osd.config import CaptureSettings
 
@@ -32,10 +33,13 @@ end
 return gone
 """
 
-# One script, so that a concurrent writer or reader cannot lose its stream.
+# One script, so that a concurrent writer or the domain's trainer cannot lose its stream.
 _DROP_UNUSED = """
 if redis.call('EXISTS', KEYS[1]) == 1 then
-  if redis.call('XLEN', KEYS[1]) > 0 or #redis.call('XINFO', 'GROUPS', KEYS[1]) > 0 then return 0 end
+  if redis.call('XLEN', KEYS[1]) > 0 then return 0 end
+  for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+    if group[2] == ARGV[2] then return 0 end
+  end
 end
 redis.call('ZREM', KEYS[3], ARGV[1])
 return redis.call('DEL', KEYS[1], KEYS[2])
@@ -87,7 +91,8 @@ class Retention:
     """Deletion of records from all streams under ``settings.stream``.
 
     Above ``settings.max_records`` records or ``settings.keep_mb`` megabytes the largest streams lose their oldest
-    records. So the traffic of one domain cannot push out the records of another below an equal part.
+    records. So the traffic of one domain cannot push out the records of another below an equal part. All domains that
+    no trainer trains share one part, because clients can name any number of domains.
 
     Raises:
         redis.exceptions.RedisError: Redis does not answer.
@@ -111,15 +116,12 @@ class Retention:
     def shrink(self) -> int:
         """Delete the oldest records of the largest streams down to the limits; return the number of deleted records."""
         megabytes = self._settings.keep_mb
-        deleted = self._trim(self._lengths(), self._settings.max_records)
+        lengths = self._lengths()
+        deleted = self._trim(lengths, lengths, self._settings.max_records)
         while megabytes is not None:
             lengths = self._lengths()
-            sizes = self._sizes(lengths)
-            if sum(sizes.values()) <= megabytes << 20:
-                break
-            # The calculation assumes records of equal size within a stream; the next pass corrects the error.
-            shares = fair_shares(sizes, megabytes << 20)
-            trimmed = self._keep(lengths, {key: lengths[key] * shares[key] // sizes[key] for key in sizes})
+            # The calculation assumes records of equal size within a part; the next pass corrects the error.
+            trimmed = self._trim(lengths, self._sizes(lengths), megabytes << 20)
             if not trimmed:
                 break
             deleted += trimmed
@@ -128,7 +130,7 @@ class Retention:
     def give_up(self, share: float) -> int:
         """Delete a ``share`` (0 to 1) of all records; return the number of deleted records."""
         lengths = self._lengths()
-        return self._trim(lengths, int(sum(lengths.values()) * (1 - share)))
+        return self._trim(lengths, lengths, int(sum(lengths.values()) * (1 - share)))
 
     def purge(self, request_id: str) -> int:
         """Delete the records of a request or response; return the number of deleted records."""
@@ -158,8 +160,41 @@ class Retention:
                 pipe.memory_usage(stream, samples=0)
             return {stream: size for stream, size in zip(streams, pipe.execute(), strict=True) if size}
 
-    def _trim(self, lengths: Mapping[str, int], limit: int) -> int:
-        return self._keep(lengths, fair_shares(lengths, limit))
+    def _trim(self, lengths: Mapping[str, int], sizes: Mapping[str, int], limit: int) -> int:
+        """Delete the oldest records of the largest parts until all ``sizes`` are about ``limit``; return their number.
+
+        A trained domain is a part, and all untrained domains together are one part.
+        """
+        if sum(sizes.values()) <= limit:
+            return 0
+        trained = self._trained(sizes)
+        untrained = [stream for stream in sizes if stream not in trained]
+        parts = [*([stream] for stream in trained), untrained]
+        part_sizes = {index: sum(sizes[stream] for stream in part) for index, part in enumerate(parts)}
+        shares, kept = fair_shares(part_sizes, limit), dict[str, int]()
+        for index, part in enumerate(parts):
+            records = {stream: lengths[stream] for stream in part}
+            count = sum(records.values()) * shares[index] // max(part_sizes[index], 1)
+            kept |= fair_shares(records, count)
+        return self._keep(lengths, kept)
+
+    def _trained(self, streams: Iterable[str]) -> list[str]:
+        """Return the streams that the trainer of their own domain reads."""
+        names = list(streams)
+        with self._client.pipeline(transaction=False) as pipe:
+            for stream in names:
+                pipe.xinfo_groups(stream)
+            replies: Any = pipe.execute(raise_on_error=False)
+        trained: list[str] = []
+        for stream, groups in zip(names, replies, strict=True):
+            if isinstance(groups, ResponseError):  # the stream was deleted in between
+                continue
+            if isinstance(groups, Exception):
+                raise groups
+            own = group_of(stream.rpartition(":")[2]).encode()
+            if any(group["name"] == own for group in groups):
+                trained.append(stream)
+        return trained
 
     def _keep(self, lengths: Mapping[str, int], kept: Mapping[str, int]) -> int:
         with self._client.pipeline(transaction=False) as pipe:
@@ -180,11 +215,11 @@ class Retention:
         return deleted
 
     def _drop_unused_streams(self) -> None:
-        """Delete empty streams without a consumer group."""
+        """Delete empty streams that no trainer of their domain reads."""
         prefix = self._settings.stream
         for domain in domains_in(self._client, prefix):
             stream = stream_of(prefix, domain)
-            self._drop_unused(keys=[stream, counter_key(stream), index_key(prefix)], args=[domain])
+            self._drop_unused(keys=[stream, counter_key(stream), index_key(prefix)], args=[domain, group_of(domain)])
 
     def _heads(self, stream: str) -> Iterator[tuple[bytes, Head]]:
         start = "-"

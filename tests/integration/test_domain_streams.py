@@ -108,6 +108,39 @@ def test_records_of_the_latest_domains_stay_within_the_limit(write, redis_client
     assert len(redis_client.keys("osd:traces*")) == 2 * 10 + 1
 
 
+def test_untrained_domains_share_one_part_of_the_limit(write, reader, redis_client):
+    for domain in ("general", "sql"):
+        reader(domain).read(1, 10)
+    named = [(f"d{number}", "r") for number in range(511)]
+    write([*records_of("sql", 20), *records_of("general", 500), *named], max_records=512)
+    counts = lengths(redis_client)
+    trained = {domain: counts.pop(domain) for domain in ("general", "sql")}
+    assert trained == {"general": 246, "sql": 20}
+    assert 246 <= sum(counts.values()) <= 246 + 16, "the writer trims after each 32nd of the limit"
+
+
+def test_untrained_domains_share_one_part_of_the_bytes(write, reader, redis_client):
+    reader("general").read(1, 10)
+    write([*records_of("general", 6), *((f"d{number}", "r") for number in range(40))], padding=5000, keep_mb=1)
+    counts = lengths(redis_client)
+    assert counts.pop("general") >= 4
+    assert 1 <= sum(counts.values()) <= 5
+
+
+def test_empty_streams_of_untrained_domains_are_deleted(write, reader, redis_client, monkeypatch):
+    monkeypatch.setattr("osd.capture.reader._STREAMS_SECONDS", 0.05)
+    general = reader("general", tenant=True)
+    write([("general", "r"), *((f"d{number}", "r") for number in range(5))])
+    assert len(read_all(general)) == 6
+    redis_client.xtrim(stream_of(PREFIX, "general"), maxlen=0, approximate=False)
+    for number in range(5):
+        redis_client.xtrim(stream_of(PREFIX, f"d{number}"), maxlen=0, approximate=False)
+    Retention(redis_client, SETTINGS).enforce(time.time())
+    assert lengths(redis_client) == {"general": 0}
+    write([("code", "later")])
+    assert read_all(general) == ["later"], "the reader continues without the deleted streams"
+
+
 def test_limit_in_bytes_covers_all_streams(write, redis_client):
     write([*records_of("quiet", 2), *records_of("loud", 40)], padding=5000, keep_mb=1)
     sizes = {domain: state.bytes for domain, state in stream_states(redis_client, PREFIX).items()}
