@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -16,6 +17,8 @@ import kubernetes_validate
 import pytest
 import ray.autoscaler
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.contradictions import check_exposure
@@ -226,6 +229,24 @@ def output_of(name: str, *arguments: str | Path) -> tuple[int, str]:
 
 def test_dockerfile_has_no_hadolint_findings():
     assert output_of("hadolint", DEPLOY / "Dockerfile") == (0, "")
+
+
+def requirements_of(extras: set[str]) -> dict[str, Requirement]:
+    """Return the requirements of osd with these extras on this machine, by name."""
+    lines = map(Requirement, importlib.metadata.requires("osd") or ())
+    here = [line for line in lines if any(not line.marker or line.marker.evaluate({"extra": e}) for e in extras)]
+    return {canonicalize_name(line.name): line for line in here if line.name != "osd"}
+
+
+def test_hashed_requirements_of_the_image_agree_with_the_project():
+    lines = [line for line in (DEPLOY / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)  # type: ignore[union-attr]
+    assert len(pins) == len(lines)
+    for name, requirement in requirements_of({"", "serve", "cluster", "otel", "s3"}).items():
+        assert requirement.specifier.contains(pins[name], prereleases=True), name
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in constraints)}
+    assert {name for name in pins.keys() & tested if pins[name] != tested[name]} == set()
 
 
 def test_compose_files_are_valid():
