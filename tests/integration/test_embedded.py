@@ -54,6 +54,7 @@ def test_up_serves_and_ends_all_its_processes(loop, eventually):
     in_use = refusal(run_cli("up", "--set", f"serving.port={port}", home=home / "other"))
     assert f"serving.port {port} is in use" in in_use
 
+    assert (home / "secrets.json").exists()  # with the password of Redis
     processes = family(process.pid)
     assert len(processes) > 5  # Redis, the servers of Ray, the replica, the trainer
     running = [
@@ -70,6 +71,7 @@ def test_up_serves_and_ends_all_its_processes(loop, eventually):
     assert "drained after" in errors
     assert all_ended(processes)
     assert not (home / "running.json").exists()
+    assert not (home / "secrets.json").exists()
 
 
 @pytest.mark.soak
@@ -91,6 +93,7 @@ def test_recall_service_has_no_trainer_and_saves_its_table(tiny_target, tmp_path
         ("target.source=/nowhere/model", "there is no directory /nowhere/model"),
         ("redis_url=redis://127.0.0.1:1/0", "redis_url"),
         ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
+        ("serving.host=0.0.0.0", "serving.host 0.0.0.0 is open to other machines without a key"),
         ("verification=chain", "verification chain would bias the output"),
         ("growth.budget=32", "engine.max_draft is 8"),
         ("trainer.node_labels=role=training", "trainer.node_labels apply only to clusters"),

@@ -61,6 +61,15 @@ def test_doctor_names_obstacles_and_exits_with_1(tmp_path: Path, monkeypatch: py
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
+def test_doctor_reports_a_public_service_and_ray_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    quick(monkeypatch)
+    state, says = states_of(home(tmp_path, "serving.host=0.0.0.0"))["settings"]
+    assert (state, "open to other machines" in says) == ("failure", True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    state, says = states_of(home(tmp_path))["settings"]
+    assert (state, "RAY_AUTH_MODE" in says) == ("failure", True)
+
+
 def test_doctor_reports_a_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     quick(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
