@@ -96,7 +96,14 @@ class Intake:
             self.finish(self.replay.resize(tokens, megabytes << 20))
         deliveries = self._reader.read(_READ_RECORDS, _READ_MS)
         for delivery in deliveries:
-            self._take(delivery.place, delivery.record, learner)
+            try:
+                self._take(delivery.place, delivery.record, learner)
+            except Exception as error:  # without this, each restart would fail at the same record
+                # Other messages may quote a user.
+                reason = str(error) if isinstance(error, TraceError) else type(error).__name__
+                logger.warning("a record was refused: %s", reason)
+                self._state.refused += 1
+                self._reader.refuse(delivery.place, reason)
         if time.monotonic() >= self._measure_at:
             self._measure_at = time.monotonic() + _MEASURE_SECONDS
             waiting = self._reader.waiting()
@@ -174,17 +181,11 @@ class Intake:
         if other_domain or purged or (self._oldest is not None and trace.created < time.time() - self._oldest):
             self._finished.append(place)
             return
-        try:
-            if not self._context.target.wrote(trace.target):
-                raise TraceError(f"its target is {trace.target}, not {self._context.target.label}")
-            width = len(learner.distiller.drafter.needs.taps) * self._context.hidden_size
-            without_states = width > 0 and not trace.states_weight
-            check(trace, self._context.vocabulary, 0 if without_states else width)
-        except TraceError as error:
-            logger.warning("a record was refused: %s", error)
-            self._state.refused += 1
-            self._finished.append(place)
-            return
+        if not self._context.target.wrote(trace.target):
+            raise TraceError(f"its target is {trace.target}, not {self._context.target.label}")
+        width = len(learner.distiller.drafter.needs.taps) * self._context.hidden_size
+        without_states = width > 0 and not trace.states_weight
+        check(trace, self._context.vocabulary, 0 if without_states else width)
         if without_states:
             learner.add_without_states(trace)
             self._observe(trace, learner)

@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,7 +20,7 @@ from transformers.utils import logging as progress
 from osd import logs
 from osd.capture.exchange import Exchange
 from osd.capture.purge import Purges
-from osd.capture.reader import DeliveredRecord, ExchangeReader, TraceReader
+from osd.capture.reader import DeliveredRecord, ExchangeReader, Place, TraceReader
 from osd.capture.retention import Retention, belongs, oldest_allowed
 from osd.capture.streams import group_of
 from osd.capture.trace import Trace, TraceError
@@ -131,24 +131,54 @@ class Teacher:
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
             return  # the batch is read again when Redis is back
-        readings = [
-            reading for delivery in batch if (reading := self._reading(delivery.record, list(purged))) is not None
-        ]
+        readings: dict[Place, Reading] = {}
+        for delivery in batch:
+            try:
+                reading = self._reading(delivery.record, list(purged))
+            except Exception as error:
+                self._refuse(delivery.place, error)
+                continue
+            if reading is None:
+                self._count(refused=1)
+            else:
+                readings[delivery.place] = reading
         try:
-            traces = self._traces(readings)
+            traces = self._usable_traces(readings)
         except _StoppedError:
             return
-        except Exception as error:
-            # The message may quote a user. A second try would fail too and block all later exchanges.
-            logger.error("the target failed on a batch of answers, the batch is dropped: %s", type(error).__name__)
-            readings, traces = [], []
         if self._write(traces):
             self._reader.ack([delivery.place for delivery in batch])
-            counts, refused = self._counts, len(batch) - len(readings)
-            self._counts = LabellingCounts(
-                counts.read + len(batch), counts.refused + refused, counts.traces + len(traces)
-            )
-            self._on_progress(self._counts)
+            self._count(read=len(batch), traces=len(traces))
+
+    def _refuse(self, place: Place, error: Exception) -> None:
+        """Refuse one exchange; without this, each restart would fail at the same exchange."""
+        reason = str(error) if isinstance(error, TraceError) else type(error).__name__  # others may quote a user
+        logger.warning("an exchange was refused: %s", reason)
+        self._reader.refuse(place, reason)
+        self._count(refused=1)
+
+    def _count(self, read: int = 0, refused: int = 0, traces: int = 0) -> None:
+        counts = self._counts
+        self._counts = LabellingCounts(counts.read + read, counts.refused + refused, counts.traces + traces)
+        self._on_progress(self._counts)
+
+    def _usable_traces(self, readings: Mapping[Place, Reading]) -> list[Trace]:
+        """Return the traces of a batch; if the target fails on it, refuse the exchanges on which it fails alone."""
+        try:
+            return self._traces(list(readings.values()))
+        except _StoppedError:
+            raise
+        except Exception as error:
+            logger.warning("the target failed on a batch of answers: %s", type(error).__name__)
+        traces: list[Trace] = []
+        for place, reading in readings.items():
+            try:
+                traces += self._traces([reading])
+            except _StoppedError:
+                raise
+            except Exception as error:
+                self._refuse(place, error)
+        return traces
 
     def _traces(self, readings: Sequence[Reading]) -> list[Trace]:
         if not self._capacity.wait(self._stop, self._never, lambda why: None):
@@ -157,20 +187,14 @@ class Teacher:
             return self._labeller.traces(readings, self._give_way)
 
     def _reading(self, record: Exchange, purged: Sequence[str]) -> Reading | None:
+        """Return the tokens of an exchange; None if it was purged or is too old."""
         oldest = oldest_allowed(self._settings.capture, time.time())
         old = oldest is not None and record.created < oldest
         if old or any(belongs(record.request_id, request) for request in purged):
             return None
-        try:
-            if record.target != self._settings.target.source:
-                raise TraceError(f"its target is {record.target}, not {self._settings.target.source}")
-            return self._renderer.read(record)
-        except TraceError as error:
-            logger.warning("an exchange was refused: %s", error)
-            return None
-        except ValueError as error:  # the prompt is not valid JSON
-            logger.warning("an exchange was refused: %s", type(error).__name__)
-            return None
+        if record.target != self._settings.target.source:
+            raise TraceError(f"its target is {record.target}, not {self._settings.target.source}")
+        return self._renderer.read(record)
 
     def _give_way(self) -> None:
         self._capacity.give_way(self._stop.is_set, lambda share: None)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from osd.capture.trace import check_format
+from osd.nesting import NestingError, check_nesting
 
 FORMAT = 1
 """Format number of an exchange; ``decode`` refuses all other numbers."""
@@ -28,11 +29,18 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
     @property
     def parsed(self) -> Any:
-        """Arguments as chat templates expect them: decoded JSON, or the text when it is not JSON."""
+        """Arguments as chat templates expect them: decoded JSON, or the text when it is not JSON.
+
+        Raises:
+            ExchangeError: the arguments are nested too deep.
+        """
         try:
+            check_nesting(self.arguments)
             return msgspec.json.decode(self.arguments)
         except msgspec.MsgspecError:
             return self.arguments
+        except NestingError as error:
+            raise ExchangeError(f"the text of a call's arguments {error}") from None
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -123,6 +131,7 @@ def decode(data: bytes) -> Exchange:
 
 def _decode_json(data: bytes, kind: Any) -> Any:
     try:
+        check_nesting(data)
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (NestingError, msgspec.MsgspecError) as error:
         raise ExchangeError(str(error)) from None

@@ -16,7 +16,7 @@ from osd.capture import exchange, trace
 from osd.capture.backlog import Kind
 from osd.capture.exchange import Exchange
 from osd.capture.retention import Retention
-from osd.capture.streams import NONE, Waiting, domains_in, stream_of, waiting
+from osd.capture.streams import NONE, Waiting, counter_key, domains_in, refused_key, stream_of, waiting
 from osd.capture.trace import FIELD, RecordFormatError, Trace
 from osd.config import CaptureSettings, tenant_of
 from osd.redis_client import Backoff, connect
@@ -27,6 +27,22 @@ _READ_TIMEOUT = 5.0  # seconds
 _MAX_WAIT_MS = 2000
 _STREAMS_SECONDS = 2.0  # interval between two reads of the list of streams
 _MAX_PENDING = 10_000  # pending records per call to Redis
+MAX_REFUSED = 100
+"""Number of refused records that are kept: the last ones."""
+_MAX_REFUSED_BYTES = 256 << 10  # of a larger record only the id is kept
+
+# The id of a copy has the time of creation of the record, as all ids, so that copies expire with their records.
+_KEEP_REFUSED = """
+local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
+if not entry then return end
+local fields = {'stream', KEYS[1], 'id', ARGV[1], 'reason', ARGV[2]}
+if #entry[2][2] <= tonumber(ARGV[4]) then
+  table.insert(fields, 't')
+  table.insert(fields, entry[2][2])
+end
+local id = string.format('%.0f', redis.call('INCR', KEYS[3])) .. '-' .. string.match(ARGV[1], '%d+$')
+redis.call('XADD', KEYS[2], 'MAXLEN', ARGV[3], id, unpack(fields))
+"""
 
 
 class Place(NamedTuple):
@@ -83,6 +99,7 @@ class StreamReader(Generic[Kind]):
         # Batches are large: traces with hidden states take about a megabyte each.
         self._client = connect(url, timeout=_READ_TIMEOUT)
         self._retention = Retention(self._client, settings)
+        self._keep_refused = self._client.register_script(_KEEP_REFUSED)
         self._backoff = Backoff()
         self._joined: list[str] = []  # streams on which the group exists
         self._next_update = 0.0
@@ -127,6 +144,16 @@ class StreamReader(Generic[Kind]):
                 self._send_acks()
             except RedisError as error:
                 self._failed(error)
+
+    def refuse(self, place: Place, reason: str) -> None:
+        """Acknowledge a record that cannot be used, and copy it to the stream of refused records.
+
+        Args:
+            place: the address of the record.
+            reason: the reason without text of users.
+        """
+        self._copy_refused(place, reason)
+        self.ack([place])
 
     def sweep(self) -> None:
         """Delete records that the retention settings do not allow; do nothing while Redis does not answer."""
@@ -273,6 +300,14 @@ class StreamReader(Generic[Kind]):
         self._counts["reclaimed"] += len(entries)
         return entries
 
+    def _copy_refused(self, place: Place, reason: str) -> None:
+        refused = refused_key(self._prefix)
+        keys, limits = [place.stream, refused, counter_key(refused)], [MAX_REFUSED, _MAX_REFUSED_BYTES]
+        try:
+            self._keep_refused(keys=keys, args=[place.id, reason, *limits])
+        except RedisError as error:
+            logger.warning("record %s of %s is not kept for inspection: %s", place.id, place.stream, error)
+
     def _decode(self, entries: list[tuple[Place, dict[bytes, bytes]]]) -> list[DeliveredRecord[Kind]]:
         batch: list[DeliveredRecord[Kind]] = []
         invalid: list[Place] = []
@@ -283,10 +318,11 @@ class StreamReader(Generic[Kind]):
             except RecordFormatError as error:
                 logger.warning("record %s of %s is skipped: %s", place.id, place.stream, error)
                 invalid.append(place)
-            except ValueError:
+            except Exception as error:
                 # Neither the bytes nor the error are logged, because both may quote a user.
                 logger.warning("record %s of %s (%d bytes) cannot be read, skipped", place.id, place.stream, len(data))
                 invalid.append(place)
+                self._copy_refused(place, type(error).__name__)
         self._in_flight.update(delivered.place for delivered in batch)
         self._counts["read"] += len(batch)
         self._counts["undecodable"] += len(invalid)

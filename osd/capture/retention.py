@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ import msgspec
 import redis
 from redis.exceptions import ResponseError
 
-from osd.capture.streams import counter_key, domains_in, group_of, index_key, stream_of
+from osd.capture.streams import counter_key, domains_in, group_of, index_key, refused_key, stream_of
 from osd.capture.trace import FIELD
 from osd.config import CaptureSettings
 
@@ -136,9 +135,14 @@ class Retention:
         """Delete the records of a request or response; return the number of deleted records."""
         deleted = 0
         for stream in self._streams():
-            ids = [id for id, head in self._heads(stream) if belongs(head.request_id, request_id)]
+            ids = [id for id, head in self._heads(stream) if head and belongs(head.request_id, request_id)]
             deleted += int(self._client.xdel(stream, *ids)) if ids else 0
-        return deleted
+        refused = refused_key(self._settings.stream)
+        heads = list(self._heads(refused))
+        if unknown := [id for id, head in heads if head is None]:  # these may belong to the purged request
+            self._client.xdel(refused, *unknown)
+        ids = [id for id, head in heads if head and belongs(head.request_id, request_id)]
+        return deleted + (int(self._client.xdel(refused, *ids)) if ids else 0)
 
     def _streams(self) -> list[str]:
         """Return all streams, most recently written first."""
@@ -207,7 +211,7 @@ class Retention:
         oldest, deleted = oldest_allowed(self._settings, now), 0
         if oldest is None:
             return 0
-        for stream in self._streams():
+        for stream in [*self._streams(), refused_key(self._settings.stream)]:
             batch = _MAX_EXPIRED
             while batch == _MAX_EXPIRED:
                 batch = int(self._expire_some(keys=[stream], args=[int(1000 * oldest), _MAX_EXPIRED]))
@@ -221,13 +225,17 @@ class Retention:
             stream = stream_of(prefix, domain)
             self._drop_unused(keys=[stream, counter_key(stream), index_key(prefix)], args=[domain, group_of(domain)])
 
-    def _heads(self, stream: str) -> Iterator[tuple[bytes, Head]]:
+    def _heads(self, stream: str) -> Iterator[tuple[bytes, Head | None]]:
+        """Yield the id of each entry and the head of its record; None if the head cannot be read."""
         start = "-"
         while True:
             entries: Any = self._client.xrange(stream, min=start, count=_BATCH)
             for id, fields in entries:
-                with contextlib.suppress(msgspec.MsgspecError):
-                    yield id, _head_decoder.decode(fields.get(FIELD, b""))
+                try:
+                    head = _head_decoder.decode(fields.get(FIELD, b""))
+                except (msgspec.MsgspecError, RecursionError):
+                    head = None
+                yield id, head
             if len(entries) < _BATCH:
                 return
             start = "(" + entries[-1][0].decode()

@@ -36,6 +36,11 @@ def index_key(prefix: str) -> str:
     return f"{prefix}:domains"
 
 
+def refused_key(prefix: str) -> str:
+    """Return the key of the stream of refused records, which are kept for inspection."""
+    return f"{prefix}:refused"
+
+
 def domains_in(client: redis.Redis, prefix: str) -> list[str]:
     """Return the domains that have a stream, most recently written first.
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from osd.nesting import check_nesting
+
 _DONE = b"[DONE]"
 _THOUGHTS = ("reasoning_content", "reasoning", "refusal", "audio", "function_call")
 _ENDS = ("stop", "length", "tool_calls")
@@ -104,6 +106,7 @@ class _AnswerReader:
     def add(self, data: bytes, key: str) -> None:
         """Add a JSON object whose choices have a message, or a part of a message, under ``key``."""
         try:
+            check_nesting(data)
             content = msgspec.json.decode(data)
             if content.get("error") is not None:
                 raise AnswerError("it is an error")

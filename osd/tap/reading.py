@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import msgspec
 
 from osd.capture.exchange import Chat, Exchange, FunctionCall
 from osd.config import Settings
+from osd.nesting import NestingError, check_nesting
 from osd.tap.answers import AnswerError, UpstreamAnswer, UpstreamChoice, read_answer, read_events
 from osd.tap.metrics import Reason
 
@@ -57,6 +59,7 @@ class Copy:
 
 
 _EVENTS = "text/event-stream"
+_ANY_HEADER = zlib.MAX_WBITS | 32  # detects the headers of gzip and zlib
 _ROLES = {"developer": "system"}  # chat templates use the older name
 _OTHER_PROMPTS = frozenset(
     {"chat_template", "continue_final_message", "documents", "echo", "functions", "prompt_embeds", "suffix"}
@@ -127,9 +130,12 @@ def exchanges_of(copy: Copy, settings: Settings, served: ServedTarget) -> Iterat
 
 def _json(data: bytes) -> Any:
     try:
+        check_nesting(data)
         return msgspec.json.decode(data)
     except msgspec.MsgspecError:
         return None
+    except NestingError:
+        raise NotCapturedError("unreadable") from None
 
 
 def _number(request: dict[str, Any], field: str, default: float) -> float:
@@ -138,13 +144,32 @@ def _number(request: dict[str, Any], field: str, default: float) -> float:
 
 
 def _answer(copy: Copy) -> UpstreamAnswer:
-    try:
-        # Use the decoders of the client: gzip, deflate and other installed encodings.
-        headers = [(name, copy.headers[name]) for name in ("content-encoding",) if name in copy.headers]
-        data = httpx2.Response(200, headers=headers, content=bytes(copy.answer_body)).content
-    except httpx2.DecodingError:
-        raise AnswerError("the body does not match its content-encoding") from None
+    data = bytes(copy.answer_body)
+    encoding = copy.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        data = _unpacked(data, encoding, copy.limit)
     return read_events(data) if copy.headers.get("content-type", "").startswith(_EVENTS) else read_answer(data)
+
+
+def _unpacked(data: bytes, encoding: str, limit: int) -> bytes:
+    """Return the unpacked body of an answer.
+
+    Raises:
+        AnswerError: the encoding is not supported or does not match the data.
+        NotCapturedError: the unpacked body has more than ``limit`` bytes; a kilobyte may unpack to a megabyte.
+    """
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise AnswerError("its content-encoding is not supported")
+    unpacker = zlib.decompressobj(_ANY_HEADER)
+    try:
+        unpacked = unpacker.decompress(data, limit + 1)
+    except zlib.error:
+        raise AnswerError("the body does not match its content-encoding") from None
+    if len(unpacked) > limit:
+        raise NotCapturedError("size")
+    if not unpacker.eof:
+        raise AnswerError("the body is incomplete")
+    return unpacked
 
 
 def _ended(choice: UpstreamChoice, request: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from osd.nesting import check_nesting
 from serving.api.structured import JsonSchemaText, check_size
 from serving.http.body import Body, limits_of, too_many
 
@@ -72,11 +73,16 @@ class ToolChoiceMode(Body):
     function: _FunctionName | None = None
 
 
+def _arguments(value: str) -> str:
+    check_nesting(value)
+    return value
+
+
 class PastFunctionCall(Body):
     """Name and arguments of a call in an earlier answer; the arguments are a JSON text."""
 
     name: Name
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_arguments)]
 
 
 class ToolCall(Body):
@@ -92,7 +98,7 @@ class ToolCall(Body):
         """Call in the format of chat templates; arguments that are valid JSON become an object."""
         try:
             arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
+        except ValueError:
             arguments = self.function.arguments
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from osd.nesting import check_nesting
 from serving.http.body import Body
 
 MOST_TEXT = 65_536
@@ -54,9 +55,10 @@ def _read(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     check_size(len(value))
+    check_nesting(value)
     try:
         return json.loads(value)
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ValueError("is a text that is not JSON") from None
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from osd.nesting import NestingError, check_nesting
+
 HEADER = b"x-session-id"
 """Header that carries an ``Affinity`` to the router; Ray passes it as the session of a request.
 
@@ -65,8 +67,9 @@ class Affinity(NamedTuple):
             key: Authorization header of the client.
         """
         try:
+            check_nesting(body)
             fields = _decoder.decode(body)
-        except msgspec.MsgspecError:
+        except (NestingError, msgspec.MsgspecError):
             return cls()
         domain = fields.osd.domain if fields.osd and fields.osd.domain else fields.model.partition(":")[2]
         text = bytes(fields.tools) + bytes(fields.messages) + bytes(fields.prompt)

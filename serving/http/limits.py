@@ -12,6 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from osd.config import ServingSettings
+from osd.nesting import NestingError, check_nesting
 from serving.http.errors import ApiError, from_validation, invalid
 
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
@@ -35,9 +36,12 @@ async def _read(
         message = f"The body did not arrive within {limits.body_timeout_s:g} seconds."
         raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
     try:
+        check_nesting(data)
         return schema.model_validate_json(data.removeprefix(codecs.BOM_UTF8), context=limits)
     except ValidationError as error:
         raise from_validation(error) from None
+    except NestingError as error:
+        raise ApiError(400, f"The body {error}.", code="invalid_json") from None
 
 
 async def _receive(request: Request, most: int, arrived: Callable[[int], None]) -> bytes:

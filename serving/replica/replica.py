@@ -155,7 +155,8 @@ class Replica:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tool_list, add_generation_prompt=True, tokenize=False, **variables
             )
-        except (TemplateError, TypeError, ValueError):  # templates see tools and calls as the client sent them
+        # Templates see tools and calls as the client sent them.
+        except (TemplateError, TypeError, ValueError, RecursionError):
             raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
         return self.encode(str(text), special=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from deploy.learning import Learning, check_learning
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
 from osd.capture import exchange
+from osd.capture.exchange import FunctionCall
 from osd.capture.purge import Purges
 from osd.capture.trace import FIELD, decode
 from osd.capture.writer import StreamWriter
 from osd.config import ConfigError, Settings
+from osd.labelling.labeller import Labeller
+from osd.labelling.rendering import Reading
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.running import find, lock
@@ -106,8 +109,13 @@ def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventu
         with Purges(settings.redis_url) as purges:
             purges.add("chatcmpl-2")
         send(2)
+        deep = FunctionCall("1", "f", "[" * 600 + "]" * 600)
+        send(4, calls=(deep,))
         send(3)
-        eventually(lambda: counts[-1] == LabellingCounts(read=4, refused=3, traces=1))
+        eventually(lambda: counts[-1] == LabellingCounts(read=5, refused=4, traces=1))
+        kept = [fields for _, fields in redis_client.xrange("osd:tapped:refused")]
+        assert exchange.decode(next(fields[FIELD] for fields in kept if fields[b"reason"] == b"ExchangeError"))
+        assert len(kept) == 3, "another target, no chat, and the deep call; a purge removes junk"
         assert [trace.request_id for trace in traces(redis_client)] == ["chatcmpl-3-0"]
         result = forget(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
         assert result.streamed == 2
@@ -116,7 +124,28 @@ def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventu
         for _, fields in redis_client.xrange("osd:tapped:domain:general")
         if b"junk" not in fields[FIELD]
     ]
-    assert {each.request_id for each in remaining} == {"chatcmpl-0-0", "chatcmpl-1-0"}
+    assert {each.request_id for each in remaining} == {"chatcmpl-0-0", "chatcmpl-1-0", "chatcmpl-4-0"}
+
+
+def test_exchange_on_which_the_target_fails_is_refused_alone(settings, send, redis_client, eventually, monkeypatch):
+    traces_of = Labeller.traces
+
+    def fails(self: Labeller, readings: Sequence[Reading], between: Callable[[], None]) -> list[Any]:
+        if any(reading.exchange.request_id == "chatcmpl-1-0" for reading in readings):
+            raise RecursionError("private text")
+        return traces_of(self, readings, between)
+
+    monkeypatch.setattr(Labeller, "traces", fails)
+    for number in range(4):
+        send(number)
+    eventually(lambda: redis_client.xlen("osd:tapped:domain:general") == 4)
+    stop, counts = threading.Event(), [LabellingCounts()]
+    teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), stop, counts.append)
+    with background(teacher.run, stop.set):
+        eventually(lambda: counts[-1] == LabellingCounts(read=4, refused=1, traces=3))
+    assert {trace.request_id for trace in traces(redis_client)} == {f"chatcmpl-{number}-0" for number in (0, 2, 3)}
+    ((_, kept),) = redis_client.xrange("osd:tapped:refused")
+    assert kept[b"reason"] == b"RecursionError"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from osd.capture.reader import TraceReader
 from osd.capture.retention import Retention, belongs
 from osd.capture.streams import counter_key, index_key, stream_of
-from osd.capture.trace import encode
+from osd.capture.trace import decode, encode
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings
 
@@ -32,6 +32,22 @@ def put_bytes(client, data, domain, made):
 def remaining(redis_url, settings):
     with closing(TraceReader(redis_url, settings, "general", "look", "look")) as reader:
         return [delivered.record.request_id for delivered in reader.read(1000, 1)]
+
+
+def test_refused_records_are_purged_and_expire(redis_url, redis_client, make_trace):
+    settings = CaptureSettings(keep_days=1)
+    for name in ("a-0", "b-0", "b-1"):
+        put(redis_client, aged(make_trace, name, 0.5))
+    put_bytes(redis_client, b"junk", "general", time.time())
+    with closing(TraceReader(redis_url, settings, "general", "look", "look")) as reader:
+        for delivered in reader.read(10, 100):
+            reader.refuse(delivered.place, "ValueError")
+        refused, retention = "osd:traces:refused", Retention(redis_client, settings)
+        assert redis_client.xlen(refused) == 4
+        assert retention.purge("b") == 4, "two records and two copies"
+        assert [decode(fields[b"t"]).request_id for _, fields in redis_client.xrange(refused)] == ["a-0"]
+        retention.enforce(time.time() + DAY)
+        assert redis_client.xlen(refused) == 0
 
 
 def aged(make_trace, name, days, **more):

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import redis
 
-from osd.capture.reader import TraceReader
+from osd.capture.reader import MAX_REFUSED, TraceReader
 from osd.capture.server import RedisServer
 from osd.capture.streams import counter_key, stream_of
-from osd.capture.trace import Trace, encode
+from osd.capture.trace import Trace, decode, encode
 from osd.capture.writer import StreamWriter, TraceWriter
 from osd.config import CaptureSettings
 from tests.waiting import HANG_SECONDS
@@ -306,6 +306,23 @@ def test_undecodable_record_is_skipped_and_not_quoted(
     assert reader.waiting().records == 0
     assert "cannot be read" in caplog.text
     assert "private" not in caplog.text
+
+
+def test_refused_records_are_kept_up_to_a_limit(put, reader: TraceReader, redis_client: redis.Redis, make_trace):
+    large = encode(make_trace("large", padding=100_000))
+    redis_client.xadd(STREAM, {"t": large})
+    put("first")
+    places = [delivered.place for delivered in reader.read(5, 100)]
+    for _ in range(MAX_REFUSED):
+        for place in places:
+            reader.refuse(place, "TypeError")
+    entries = redis_client.xrange("osd:traces:refused")
+    assert len(entries) == MAX_REFUSED
+    kept, without_record = entries[-1][1], entries[-2][1]
+    assert (kept[b"stream"], kept[b"id"], kept[b"reason"]) == (STREAM.encode(), places[1].id.encode(), b"TypeError")
+    assert decode(kept[b"t"]).request_id == "first"
+    assert set(without_record) == {b"stream", b"id", b"reason"}
+    assert reader.waiting().records == 0, "refused records are acknowledged"
 
 
 def test_record_of_another_format_is_skipped_with_advice(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from osd.capture import exchange as exchanges
-from osd.capture.exchange import Exchange, FunctionCall
+from osd.capture.exchange import Exchange, ExchangeError, FunctionCall
 from osd.capture.trace import NOT_DRAFTED, RecordFormatError, TraceError, decode, encode
 from osd.config import CaptureSettings
 from osd.labelling.labeller import ROWS, Labeller
@@ -66,6 +66,16 @@ def renderer() -> Renderer:
     tiny_tokenizer = tokenizer()
     tiny_tokenizer.chat_template = TEMPLATE
     return Renderer(tiny_tokenizer, frozenset({EOS}), VOCABULARY)
+
+
+def test_deep_exchange_is_refused(renderer):
+    deep = "[" * 600 + "]" * 600
+    turns = [{"role": "user", "content": "a"}]
+    with pytest.raises(ExchangeError, match="a call's arguments is nested more than 100 levels deep"):
+        renderer.read(exchange(calls=(FunctionCall("1", "f", deep),), **chat(turns)))
+    conversation = b'{"messages": [{"role": "user", "content": "a", "x": %s}]}' % deep.encode()
+    with pytest.raises(ExchangeError, match="nested more than 100 levels deep"):
+        renderer.read(exchange(chat=conversation))
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,11 @@ def test_prompts_share_the_blocks_of_their_common_prefix():
     assert count_common_blocks(*map(of, turn)) >= len(SYSTEM) // BLOCK
 
 
+@pytest.mark.parametrize("field", ["messages", "x"])
+def test_deep_body_has_no_affinity(field):
+    assert of(f'{{"{field}": {"[" * 5000}{"]" * 5000}}}'.encode()) == Affinity()
+
+
 def test_blocks_depend_on_tools_messages_and_prompt_only():
     first = json.dumps({"temperature": 0.5, "stream": True, "prompt": SYSTEM, "model": "m"}).encode()
     assert of(first) == of(body(SYSTEM))

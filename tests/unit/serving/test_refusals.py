@@ -76,6 +76,15 @@ def test_impossible_stop_settings_are_400_with_the_limit(client, fields, param, 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("depth", [101, 5000])
+def test_deep_body_is_400_with_the_limit(client, service, path, depth):
+    for field in ("messages", "tools", "response_format", "x"):
+        body = f'{{"{field}": {"[" * depth}{"]" * depth}}}'
+        error = error_of(client.post(path, content=body, headers={"content-type": "application/json"}), 400)
+        assert error["message"] == "The body is nested more than 100 levels deep, which is the limit: flatten it."
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 def test_unknown_model_is_404(client, path):
     bodies = {"/v1/chat/completions": CHAT, "/detokenize": {"tokens": [1]}}
     response = client.post(path, json={**bodies.get(path, {"prompt": "hi"}), "model": "SECRET"})

@@ -78,6 +78,7 @@ REFUSED = [
     (structured(structural_tag="x"), "structured_outputs.structural_tag", "not supported"),
     (structured(json="{"), "structured_outputs.json", "not JSON"),
     (structured(json="[1]"), "structured_outputs.json", "an object"),
+    (structured(json='{"a":' * 600), "structured_outputs.json", "nested more than 100 levels deep"),
     (structured(json=LONG), "structured_outputs.json", f"limit is {MOST_TEXT}"),
     (structured(regex="(a"), "structured_outputs.regex", "no regular expression"),
     (structured(regex=""), "structured_outputs.regex", "at least 1"),

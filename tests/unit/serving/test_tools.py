@@ -256,6 +256,8 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "has to be called"),
     ({**function(name="a", strict=True, parameters={"not": {}})}, "tools", "not supported: not"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {**CALLED, "arguments": "[" * 600}}]}]},
+     "messages[0].tool_calls[0].function.arguments", "nested more than 100 levels deep"),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": CALLED}]}]},
      "messages[0]", "assistant"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from typing import Any
 
 import httpx2
@@ -33,6 +35,39 @@ def reason_of(captured: Copy, settings: Settings) -> str:
     except NotCapturedError as error:
         return error.reason
     return ""
+
+
+def packed(data: bytes, encoding: str, **fields: Any) -> Copy:
+    captured = copy(**fields)
+    captured.headers["content-encoding"] = encoding
+    captured.answer_body[:] = data
+    return captured
+
+
+def test_packed_answer_is_unpacked_up_to_the_limit_of_a_copy():
+    data, settings = json.dumps(ANSWER).encode(), Settings()
+    for encoding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+        assert reason_of(packed(pack(data), encoding), settings) == ""
+        assert reason_of(packed(pack(data)[:-9], encoding), settings) == "unreadable"
+        assert reason_of(packed(data, encoding), settings) == "unreadable"
+        bomb = pack(data + b" " * 4_000_000)
+        assert len(bomb) < 10_000
+        assert reason_of(packed(bomb, encoding), settings) == "size"
+    assert reason_of(packed(data, "identity"), settings) == ""
+    assert reason_of(packed(data, "br"), settings) == "unreadable"
+
+
+def test_deep_json_is_not_captured():
+    settings, deep = Settings(), "[" * 600 + "]" * 600
+    assert reason_of(copy(x=json.loads("[" * 90 + "]" * 90)), settings) == ""
+    bad_request, bad_answer = copy(), copy()
+    bad_request.request_body[:] = b'{"model": "model", "prompt": "a", "x": %s}' % deep.encode()
+    bad_answer.answer_body[:] = b'{"id": "cmpl-1", "x": %s}' % deep.encode()
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    chat = copy(messages=[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}])
+    chat.chat = True
+    for captured in (bad_request, bad_answer, chat):
+        assert reason_of(captured, settings) == "unreadable"
 
 
 @pytest.mark.parametrize("default", [True, False])

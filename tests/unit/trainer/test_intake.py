@@ -30,7 +30,7 @@ class Stream:
     """Stream that delivers the records of ``sent``, each at the place of its number, and stores acknowledgements."""
 
     def __init__(self):
-        self.sent, self.acknowledged, self.purged, self.answers = [], [], {}, []
+        self.sent, self.acknowledged, self.purged, self.answers, self.refused = [], [], {}, [], []
 
     def read(self, count, wait_ms):
         batch, self.sent = self.sent[:count], self.sent[count:]
@@ -38,6 +38,10 @@ class Stream:
 
     def ack(self, places):
         self.acknowledged += [place.id for place in places]
+
+    def refuse(self, place, reason):
+        self.refused.append(reason)
+        self.ack([place])
 
     def waiting(self):
         return Waiting(3, time.time())
@@ -116,6 +120,22 @@ def test_unusable_record_is_finished_at_once(scene, trace, settings, refused, ob
     assert setup.send(trace) == ["1"]
     assert (setup.reporter.state.refused, setup.observed, setup.learner.counters.records) == (refused, observed, 0)
     assert recalled == observed, "recall learns from a record without states"
+
+
+def test_record_that_raises_any_error_is_refused_and_the_next_is_read(scene):
+    setup = scene(held_out=0.01)
+    add = setup.learner.add
+
+    def fails(trace):
+        if trace.request_id == "odd":
+            raise RecursionError("private text")
+        return add(trace)
+
+    setup.learner.add = fails
+    assert setup.send(make_trace("odd"), make_trace("even"), make_trace("late", target="another")) == ["1", "3"]
+    assert setup.intake.replay.record_keys() == [("even", 0)]
+    assert setup.reporter.state.refused == 2
+    assert setup.stream.refused == ["RecursionError", f"its target is another, not {TARGET.label}"]
 
 
 def test_record_is_finished_after_training_or_when_held_out(scene):

@@ -1,0 +1,33 @@
+"""Limit on the depth of JSON texts from outside, because parsers, chat templates and encoders recurse."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+MAX_DEPTH = 100
+"""Limit on the arrays and objects around a value."""
+
+# Strings are removed, because they may contain brackets. An incomplete string extends to the end of the text.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_OTHER = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class NestingError(ValueError):
+    """JSON text that is nested too deep; the message is the end of a sentence about the text."""
+
+
+def check_nesting(text: bytes | str) -> None:
+    """Check the depth of a JSON text before a parser reads it; the text may be invalid in every other way.
+
+    Raises:
+        NestingError: the text is nested more than ``MAX_DEPTH`` levels deep.
+    """
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = np.frombuffer(_STRING.sub(b"", data).translate(None, _OTHER), np.uint8)
+    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
+    if steps.cumsum().max(initial=0) > MAX_DEPTH:
+        raise NestingError(f"is nested more than {MAX_DEPTH} levels deep, which is the limit: flatten it")
