@@ -446,6 +446,11 @@ class Settings(Section):
         return tuple(dict.fromkeys((self.domain, *self.trainer.extra_domains)))
 
     @property
+    def measures(self) -> bool:
+        """Whether replicas measure the speed-up of drafting and of versions."""
+        return self.growth.governed and self.economy.measure > 0
+
+    @property
     def recalls(self) -> bool:
         """Whether the drafter includes recall."""
         return hasattr(self.drafter, "recall")

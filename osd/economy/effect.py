@@ -60,6 +60,11 @@ class Totals:
     def __init__(self) -> None:
         self.covariates, self.work, self.seconds = [0.0] * _COVARIATES, [0.0] * 3, 0.0
 
+    @property
+    def tokens(self) -> float:
+        """Number of drawn tokens."""
+        return self.work[1]
+
     def add(self, step: Step) -> None:
         """Add the seconds, the covariates and the plain work of a step."""
         n, p = step.streams, step.prompt_rows

@@ -39,6 +39,29 @@ _FEW, _SELDOM = (
 _GUESS = 0.5  # cost of a plain block as a share of its seconds, before the first estimate
 
 
+class Bank:
+    """Bank of seconds that measuring may cost: a share of the busy seconds fills it.
+
+    Attributes:
+        seconds: content.
+        spent: estimated seconds that measuring has cost.
+    """
+
+    def __init__(self, measure: float) -> None:
+        """Add a share ``measure`` of the busy seconds."""
+        self._measure = measure
+        self.seconds, self.spent = BEGIN_SECONDS, 0.0
+
+    def add(self, busy: float) -> None:
+        """Add the share of ``busy`` seconds of the engine."""
+        self.seconds = min(self.seconds + self._measure * busy, BANK_SECONDS)
+
+    def spend(self, seconds: float) -> None:
+        """Take out seconds that a measurement has cost; the content can become negative."""
+        self.seconds -= seconds
+        self.spent += seconds
+
+
 class _Trials:
     """Trials of the last busy hour with the same arm inside the block, and their estimate."""
 
@@ -74,16 +97,15 @@ class Switchback:
 
     Attributes:
         busy: seconds so far.
-        spent: estimated seconds that measuring has cost.
+        bank: of measurements; comparisons of versions use it too.
         budget: loss budget of drafting.
         measured: the speed-up as of the last trial; another thread may read it.
     """
 
     def __init__(self, measure: float, max_loss: float, seed: int) -> None:
         """Spend at most a share ``measure`` of busy seconds on measuring, and lose at most ``max_loss`` by drafting."""
-        self._measure, self._max_loss, self._random = measure, max_loss, np.random.default_rng(seed)
-        self.busy = self.spent = 0.0
-        self._bank = BEGIN_SECONDS
+        self._max_loss, self._random = max_loss, np.random.default_rng(seed)
+        self.busy, self.bank = 0.0, Bank(measure)
         self._trials = {True: _Trials(plain_inside=True), False: _Trials(plain_inside=False)}
         self.changed()
 
@@ -110,13 +132,13 @@ class Switchback:
     def observe(self, step: Step) -> None:
         """Add the decoding step that followed the last read of ``drafts``."""
         self.busy += step.seconds
-        self._bank = min(self._bank + self._measure * step.seconds, BANK_SECONDS)
+        self.bank.add(step.seconds)
         self.budget.passed(step.seconds)
         trial, place, half = self._trial, self._place, BLOCK // 2
         inside = half <= place < half + BLOCK
         washout = half <= place < half + _WASHOUT or half + BLOCK <= place < half + BLOCK + _WASHOUT
         if inside and self._plain_inside:
-            self._spend(step.seconds)
+            self.bank.spend(step.seconds * self._loss)
         if not washout:
             for sums in [trial.inside] if inside else [trial.since] if place < 0 else [trial.since, trial.around]:
                 sums.add(step)
@@ -126,7 +148,7 @@ class Switchback:
             self._end()
 
     def _begin(self) -> None:
-        self.measured = self._trials[self.budget.allows].measured(self.spent)
+        self.measured = self._trials[self.budget.allows].measured(self.bank.spent)
         self._plain_inside, self._trial, self._began = self.budget.allows, Trial(), self.busy
         self._place = -1 - int(self._random.exponential(_GAP))
 
@@ -139,7 +161,7 @@ class Switchback:
         block = BLOCK * self._trial.since.seconds / self._trial.since.covariates[0]
         if not self._plain_inside:
             return self.budget.pays_for(block, since)
-        if self._bank < block * self._loss:
+        if self.bank.seconds < block * self._loss:
             return False
         if known.effect is None or known.costs is None:
             return True
@@ -152,10 +174,6 @@ class Switchback:
         """Cost of a plain block as a share of its seconds."""
         known = self._trials[True].effect
         return _GUESS if known is None else max(1 - math.exp(-known.log), 0.0)
-
-    def _spend(self, seconds: float) -> None:
-        self.spent += seconds * self._loss
-        self._bank -= seconds * self._loss
 
     def _end(self) -> None:
         trials, trial = self._trials[self._plain_inside], self._trial

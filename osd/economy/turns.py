@@ -12,8 +12,9 @@ from collections import deque
 
 import numpy as np
 
-from osd.economy.effect import Effect, Pair, PlainCosts, Step, compare
+from osd.economy.effect import Pair, PlainCosts, Step, Totals, compare
 from osd.economy.report import Measured
+from osd.economy.switchback import BEGIN_SECONDS, Bank
 
 BLOCK = 16
 """Steps of a block."""
@@ -26,7 +27,7 @@ At a share of 0.1 it would bias the effect by 12 to 70 points (simulated, 1 to 6
 the first step is left out. Three more are left out for drafters that are not called in every step.
 """
 
-_GUESS = 0.05  # loss of a step in which a reference drafts, before any estimate
+_GUESS = 0.05  # logarithm of the effect, before any estimate
 _WIDTH = 0.01  # half an interval, below which an effect is known well enough
 _LONGEST_SECONDS = 600.0  # of counted steps, after which no more is spent on an effect that is still uncertain
 _MOST_PAIRS = 512  # beyond, neighbours are joined, which changes neither the estimate nor its error
@@ -34,15 +35,6 @@ _FEW, _SELDOM = (
     24,
     4,
 )  # estimates after each of the first pairs, then after every fourth
-
-
-def reference_share(effect: Effect | None, measure: float) -> float:
-    """Return the share of the steps in which a reference drafts: its losses cost the share ``measure`` of the time.
-
-    ``effect`` is the newer version's over the reference. A reference drafts in half of the steps at most.
-    """
-    log = _GUESS if effect is None else max(effect.log + effect.error, _WIDTH)
-    return min(measure / -math.expm1(-log), 0.5)
 
 
 class Turns:
@@ -62,23 +54,52 @@ class Turns:
         self._joined = 1  # pairs of blocks in each entry of ``_pairs``
         self._blocks: deque[tuple[bool, bool]] = deque()  # whether the candidate drafts, and whether it is of a pair
         self._ended = 0
+        self._is_paid = False  # whether a bank pays for further pairs
+        self._switching = Totals()  # uncounted steps of the current pair
+        self._counted = Totals()  # counted steps of all pairs
         self._next()
 
-    def observe(self, step: Step, costs: PlainCosts | None = None) -> None:
-        """Add the step that followed the last read of ``candidate``, with the ``costs`` of plain steps if known.
+    def observe(self, step: Step, costs: PlainCosts | None = None, bank: Bank | None = None) -> None:
+        """Add the step that followed the last read of ``candidate``.
 
         A step without a stream has no draft and is left out.
+
+        Args:
+            step: the step.
+            costs: present costs of plain steps, if known.
+            bank: pays for pairs, which then begin whenever it covers the next one; without it the share decides.
         """
         if not step.streams:
             return
         self._place += 1
-        if self._paired and self._place > WASHOUT:
-            (self._pair.candidate if self.candidate else self._pair.stable).add(step)
+        if bank is not None and not self.candidate:
+            bank.spend(step.seconds * self._loss)
+        if self._paired:
+            blocks = self._pair.candidate if self.candidate else self._pair.stable
+            (blocks if self._place > WASHOUT else self._switching).add(step)
         if self._place < BLOCK:
             return
         if self._paired and not self._blocks:
             self._end(costs)
+            if bank is not None:
+                bank.spend(self._switching_seconds)
+        if bank is not None:
+            # Pairs follow each other while the bank covers them: after a long rest a drafter reads many missed tokens.
+            price = BLOCK * step.seconds * self._loss
+            self._is_paid = bank.seconds >= (price if self._is_paid else BEGIN_SECONDS)
         self._next()
+
+    @property
+    def _loss(self) -> float:
+        """Highest plausible loss by the stable version, as a share of the seconds in which it drafts."""
+        effect = self.measured.effect
+        return -math.expm1(-_GUESS if effect is None else -max(effect.log + effect.error, _WIDTH))
+
+    @property
+    def _switching_seconds(self) -> float:
+        """Seconds lost in the uncounted steps of the last pair, in which drafters read tokens that they missed."""
+        per_token = self._counted.seconds / max(self._counted.tokens, 1.0)
+        return self._switching.seconds - per_token * self._switching.tokens
 
     @property
     def settled(self) -> bool:
@@ -97,7 +118,9 @@ class Turns:
 
     def _next(self) -> None:
         """Begin the next block."""
-        if not self._blocks:
+        if not self._blocks and self._is_paid:
+            self._blocks.extend(self._shuffled())
+        elif not self._blocks:
             rare = min(self.share, 1 - self.share)
             fill = (self.share > 0.5, False)
             if rare > 0:
@@ -107,7 +130,7 @@ class Turns:
                 self._blocks.append(fill)
         before, (self.candidate, self._paired) = len(self._blocks), self._blocks.popleft()
         if self._paired and before == 2:
-            self._pair = Pair()
+            self._pair, self._switching = Pair(), Totals()
         self._place = 0
 
     def _shuffled(self) -> list[tuple[bool, bool]]:
@@ -117,6 +140,8 @@ class Turns:
     def _end(self, costs: PlainCosts | None) -> None:
         """Add the complete pair, and update ``measured`` when it is due."""
         self._ended += 1
+        self._counted.add_totals(self._pair.candidate)
+        self._counted.add_totals(self._pair.stable)
         if self._pairs and self._pairs[-1].count < self._joined:
             self._pairs[-1].add(self._pair)
         else:

@@ -233,12 +233,12 @@ class DecodeLoop:
         switchback = self.planner.switchback
         drafts = self.speculate and (switchback is None or switchback.drafts)
         costs = None if switchback is None else switchback.costs
-        for turns in {alternate.turns for alternate in alternates if alternate is not None}:
+        for turns, is_reference in {(each.turns, each.reference) for each in alternates if each is not None}:
             step = measured_step(outcome, seconds, drafts)
             if not drafts:
                 turns.interrupt()
             elif not outcome.exceptional:
-                turns.observe(step, costs)
+                turns.observe(step, costs, switchback.bank if is_reference and switchback is not None else None)
         self.pool.settle()
 
     def _settle(self, result: SequenceOutcome, s: SequenceState) -> None:

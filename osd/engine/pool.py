@@ -17,7 +17,7 @@ from osd.drafting.recall.drafter import Recall
 from osd.drafting.recall.memories import Memories, Tables
 from osd.drafting.session import Runtime
 from osd.economy.report import RECALL_ALONE, Comparison
-from osd.economy.turns import Turns, reference_share
+from osd.economy.turns import Turns
 from osd.engine.domain_drafters import ActiveDrafter, AlternateDrafter, DomainDrafters
 from osd.registry.pointer import Rollout
 from osd.runtime.device import one_core
@@ -114,7 +114,7 @@ class DrafterPool:
         self._staged: dict[str, tuple[ActiveDrafter, int, dict[str, Tensor] | None]] = {}
         self._failed: dict[str, tuple[int, str]] = {}
         self._retired: list[ActiveDrafter] = []  # until ``sweep``, so that the engine's thread does not free memory
-        self._measure = settings.economy.measure
+        self._measures = settings.measures
         self.domains = {domain: DomainDrafters(self._factory.make(drafter, domain, version))}
         self._compare_with_recall(domain)
 
@@ -305,7 +305,7 @@ class DrafterPool:
     def refer(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """Compare the stable version of a domain with an earlier ``version``, until the result is known.
 
-        The reference drafts in a share of the steps, in turns with the stable version. Afterwards the stable version of
+        The reference drafts in pairs of blocks that the bank of measurements pays for. Afterwards the stable version of
         a mixed drafter is compared with recall alone. A canary ends both comparisons. ``drafter`` is the configuration
         of the reference, None for the stable version's.
 
@@ -324,29 +324,25 @@ class DrafterPool:
                 self._refer(domain, reference)
 
     def settle(self) -> None:
-        """Limit the cost of references, and end the comparisons whose results are known."""
+        """End the comparisons with references whose results are known."""
         with self._changed:
             for domain, drafters in self.domains.items():
                 alternate = drafters.alternate
-                if alternate is None or not alternate.reference:
-                    continue
-                if alternate.turns.settled:
+                if alternate is not None and alternate.reference and alternate.turns.settled:
                     drafters.settled[alternate.drafter.version] = alternate.comparison(drafters.stable)
                     self._end_comparison(domain)
                     self._compare_with_recall(domain)
-                else:
-                    alternate.turns.share = 1 - reference_share(alternate.turns.measured.effect, self._measure)
 
     def _compare_with_recall(self, domain: str) -> None:
         """Compare a trained version of a mixed drafter with recall alone, unless the result is known."""
         drafters = self.domains[domain]
         stable = drafters.stable
         trained = isinstance(stable.drafter, Mixed) and stable.version != RECALL_ALONE
-        if self._measure and trained and drafters.alternate is None and RECALL_ALONE not in drafters.settled:
+        if self._measures and trained and drafters.alternate is None and RECALL_ALONE not in drafters.settled:
             self._refer(domain, self._factory.make(Recall(), domain, RECALL_ALONE))
 
     def _refer(self, domain: str, reference: ActiveDrafter) -> None:
-        turns = Turns(1 - reference_share(None, self._measure), self.domains[domain].stable.version)
+        turns = Turns(1.0, self.domains[domain].stable.version)
         self._begin_comparison(domain, AlternateDrafter(reference, turns, reference=True))
 
     def _begin_comparison(self, domain: str, alternate: AlternateDrafter) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 from osd.economy import turns as module
 from osd.economy.effect import Effect, PlainCosts, Step
 from osd.economy.report import Measured
-from osd.economy.turns import BLOCK, Turns, reference_share
+from osd.economy.switchback import BEGIN_SECONDS, Bank
+from osd.economy.turns import BLOCK, Turns
 from tests.unit.economy.machine import Machine
 
 STEPS = 3000
@@ -207,10 +207,45 @@ def test_result_is_known_when_certain_narrow_or_long_measured(measured: Measured
     assert turns.settled is settled
 
 
-def test_share_of_a_reference_loses_what_measuring_may_cost():
-    share = partial(reference_share, measure=0.005)
-    assert share(None) == pytest.approx(0.1, rel=0.03)
-    for log in (0.02, 0.1, 0.5):
-        assert share(Effect(log, 0.0, 40)) * -math.expm1(-log) == pytest.approx(0.005)
-    assert share(Effect(0.02, 0.08, 4)) == share(Effect(0.1, 0.0, 40)), "an uncertain effect may be larger"
-    assert share(Effect(-0.1, 0.01, 40)) == 0.5, "a better reference costs nothing"
+@pytest.mark.parametrize(("slots", "candidate"), [(1, 0.37), (1, 0.45), (8, 0.4)])
+def test_pairs_cost_the_bank_as_much_as_they_lose(slots: int, candidate: float):
+    """A bank pays for what pairs lose: steps with the worse version, and the tokens that both read at a switch."""
+    seconds, measure, losses, spent = 200.0, 0.005, [], []
+    for seed in range(6):
+        work = {}
+        for has_pairs in (True, False):
+            machine, turns, bank = _quiet(slots, candidate, seed), Turns(1.0, seed), Bank(measure)
+            tokens = 0
+            while machine.now < seconds:
+                step = machine.step(True, turns.candidate or not has_pairs)
+                tokens += step.tokens
+                bank.add(step.seconds)
+                turns.observe(step, bank=bank)
+            work[has_pairs] = tokens
+            if has_pairs:
+                spent.append(bank.spent / seconds)
+                assert turns.measured.trials > 0
+        losses.append(1 - work[True] / work[False])
+    loss, paid = np.mean(losses), np.mean(spent)
+    print(f"lost {loss:.2%}, paid {paid:.2%}")
+    assert paid <= measure + (BEGIN_SECONDS + 0.5) / seconds
+    assert loss <= paid + 0.01
+
+
+def test_pairs_follow_each_other_while_the_bank_covers_them():
+    turns, bank, candidate = Turns(1.0, 0), Bank(0.005), []
+    for _ in range(20_000):
+        candidate.append(turns.candidate)
+        bank.add(0.01)
+        turns.observe(Step(0.01, 1, 0, 2 if turns.candidate else 1), bank=bank)
+    first = candidate.index(True, candidate.index(False))
+    blocks = [candidate[start : start + BLOCK] for start in range(0, len(candidate), BLOCK)]
+    runs = [len(list(run)) for stable, run in groupby(blocks, lambda block: not block[0]) if stable]
+    assert first < 3 * BLOCK, "a new bank pays at once"
+    assert max(runs) <= 2
+    assert bank.seconds > -0.2, "the bank pays"
+    assert 0.002 < np.mean(np.logical_not(candidate)) < 0.1
+
+
+def _quiet(slots: int, candidate: float, seed: int) -> Machine:
+    return Machine(seed=seed, slots=slots, load=math.inf, candidate=candidate, noise=0.0, wander=0.0, read=0.0)

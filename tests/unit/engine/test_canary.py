@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def weights_of(kind: str, directory: Path, noise: float = 0.0) -> dict[str, Tens
     return with_noise(make_drafter(kind, directory).weights(), noise)
 
 
+def make_drafts_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make drafts cost nothing: on a busy machine measured costs might stop one of the versions."""
+    monkeypatch.setattr(CostModel, "steps", lambda _, most: np.ones(most + 1))
+    monkeypatch.setattr(CostModel, "proposal", lambda *_: 0.0)
+    monkeypatch.setattr(CostModel, "reading", lambda *_: 0.0)
+
+
+@pytest.fixture
+def equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all steps equally long in comparisons of versions, as on an idle machine."""
+    observe = Turns.observe
+    monkeypatch.setattr(Turns, "observe", lambda turns, step, *more: observe(turns, replace(step, seconds=0.01), *more))
+
+
 @pytest.fixture
 def uses(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """Number of unclosed opens by slot and drafter; checks that opens and closes alternate."""
@@ -57,6 +72,7 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     return opened
 
 
+@pytest.mark.usefixtures("equal_steps")
 @pytest.mark.parametrize("kind", ["eagle", "language_model", "medusa"])
 def test_canary_trial_keeps_the_answers(
     target_dir: Path, oracle: Oracle, kind: str, uses: Counter[tuple[int, int]]
@@ -205,10 +221,7 @@ def test_canary_drafts_are_planned_by_their_own_shares(
         observe(shares, *draft)
 
     monkeypatch.setattr(NodeShares, "observe", observed)
-    # Drafts are free: on a busy machine measured costs might stop one of the versions.
-    monkeypatch.setattr(CostModel, "steps", lambda _, most: np.ones(most + 1))
-    monkeypatch.setattr(CostModel, "proposal", lambda *_: 0.0)
-    monkeypatch.setattr(CostModel, "reading", lambda *_: 0.0)
+    make_drafts_free(monkeypatch)
     with running(target_dir, "eagle", governed=True) as client:
         client.engine.drafters("general").try_canary(HALF, weights_of("eagle", target_dir, noise=1.0))
         for index in range(8):
@@ -348,13 +361,19 @@ def test_request_policy_applies_to_both_versions(target_dir: Path, oracle: Oracl
         assert {version for _, version in client.settled().by_version} == {1, 2}
 
 
+@pytest.mark.usefixtures("equal_steps")
 @pytest.mark.parametrize("noise", [0.0, 1.0], ids=["no effect", "better"])
 def test_stable_version_is_compared_with_an_earlier_one(
-    target_dir: Path, oracle: Oracle, noise: float, uses: Counter[tuple[int, int]]
+    target_dir: Path,
+    oracle: Oracle,
+    noise: float,
+    uses: Counter[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    make_drafts_free(monkeypatch)
     traces: list[Trace] = []
     texts, drafter = prompts([9, 4, 17, 30], seed=4), make_drafter("eagle", target_dir)
-    with running(target_dir, "eagle", traces=traces, measure=0.05) as client:
+    with running(target_dir, "eagle", traces=traces, governed=True, measure=0.05) as client:
         client.engine.stage(2, drafter.weights())
         client.swapped_to(2)
         handle = client.engine.drafters("general")
@@ -398,6 +417,7 @@ def test_mixed_drafter_is_compared_with_recall_alone(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, uses: Counter[tuple[int, int]]
 ) -> None:
     settled = False
+    make_drafts_free(monkeypatch)
     monkeypatch.setattr(Turns, "settled", property(lambda _: settled))
     texts, drafter = prompts([9, 4, 17, 30], seed=4), Mixed(make_drafter("eagle", target_dir))
 
@@ -405,7 +425,7 @@ def test_mixed_drafter_is_compared_with_recall_alone(
         compared = client.engine.comparisons.get("general", ())
         return [(comparison.candidate, comparison.stable) for comparison in compared]
 
-    with running(target_dir, drafter=drafter, measure=0.05) as client:
+    with running(target_dir, drafter=drafter, governed=True, measure=0.05) as client:
         assert versions(client) == [(1, RECALL_ALONE)]
         for turn in range(4):
             assert tokens_of(client.ask(texts, 90, f"{turn}-{{}}")) == oracle.all(texts, 90)
