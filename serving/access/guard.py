@@ -137,6 +137,9 @@ class BudgetGuard:
         return await self.app(scope, receive, send_with_headers)
 
 
+_VALID_KEYS = "valid_keys.json"
+
+
 class Access:
     """Keys of a service and the counts of their limits."""
 
@@ -149,9 +152,9 @@ class Access:
             on_refused_file: see ``Keyring``.
 
         Raises:
-            osd.config.ConfigError: ``serving.keys_file`` is invalid.
+            osd.config.ConfigError: ``serving.keys_file`` is invalid, and no earlier content was valid.
         """
-        self.keyring = Keyring(settings.serving, on_refused_file)
+        self.keyring = Keyring(settings.serving, on_refused_file, settings.home_dir / _VALID_KEYS)
         self.budgets = Budgets(redis_url)
 
     def close(self) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import yaml
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from osd import files
 from osd.config import DOMAIN, ConfigError, Section, ServingSettings
 from serving.access.keys import MOST_PRIORITY, Key, Limits, Right, hash_of
 
@@ -144,25 +146,34 @@ POLL_SECONDS = 1.0
 _Stamp = tuple[int, int, int]
 
 
+class _ValidKeys(msgspec.Struct, frozen=True):
+    """Keys of the last valid content of a key file, with hashes instead of secrets."""
+
+    file: str
+    keys: tuple[Key, ...]
+
+
 class Keyring:
     """Keys of the settings or of ``serving.keys_file``, which is read again after each change.
 
-    If the changed file is invalid, the previous keys stay valid. Use a keyring from a single event loop.
+    If the changed file is invalid, the previous keys stay valid, also in replicas that start later: each valid content
+    is copied to ``copy``. Use a keyring from a single event loop.
     """
 
-    def __init__(self, serving: ServingSettings, on_refused_file: Callable[[str], None]) -> None:
+    def __init__(self, serving: ServingSettings, on_refused_file: Callable[[str], None], copy: Path) -> None:
         """Read the keys.
 
         Args:
             serving: settings with the keys or the path of the key file.
-            on_refused_file: called with the reason, on another thread, when a changed file is invalid.
+            on_refused_file: called with the reason, possibly on another thread, when the file is invalid.
+            copy: file for the last valid keys.
 
         Raises:
-            ConfigError: the file is invalid.
+            ConfigError: the file is invalid, and there is no copy of its last valid content.
         """
-        self._file, self._on_refused_file = serving.keys_file, on_refused_file
+        self._file, self._on_refused_file, self._copy = serving.keys_file, on_refused_file, copy
         self._stamp = self._read_stamp()
-        self._keys = _keys_of_settings(serving) if self._file is None else load(self._file)
+        self._keys = _keys_of_settings(serving) if self._file is None else self._first_keys(self._file)
         self._next_poll = time.monotonic() + POLL_SECONDS
         self.free: frozenset[Right] = frozenset()
         """Rights that need no key."""
@@ -185,13 +196,36 @@ class Keyring:
         matching = [key for key in self._keys if key.opens(hashed)]  # try all keys, so that timing reveals nothing
         return matching[0] if matching else None
 
+    def _first_keys(self, file: Path) -> tuple[Key, ...]:
+        try:
+            return self._load(file)
+        except ConfigError as error:
+            try:
+                valid = msgspec.json.decode(self._copy.read_bytes(), type=_ValidKeys)
+            except (OSError, msgspec.MsgspecError):
+                raise error from None
+            if valid.file != str(file):
+                raise
+            logger.error("started with the last valid keys, the file is invalid: %s", error)
+            self._on_refused_file(str(error))
+            return valid.keys
+
+    def _load(self, file: Path) -> tuple[Key, ...]:
+        """Read the keys of the file, and keep a copy for replicas that start when the file has become invalid."""
+        keys = load(file)
+        try:
+            files.replace(self._copy, msgspec.json.encode(_ValidKeys(str(file), keys)))
+        except OSError as error:
+            logger.warning("the valid keys cannot be copied to %s: %s", self._copy, error.strerror)
+        return keys
+
     def _reload_if_changed(self) -> None:
         stamp = self._read_stamp()
         if stamp == self._stamp or self._file is None:
             return
         self._stamp = stamp
         try:
-            self._keys = load(self._file)
+            self._keys = self._load(self._file)
         except ConfigError as error:
             logger.error("kept the previous keys, the changed file is invalid: %s", error)
             self._on_refused_file(str(error))

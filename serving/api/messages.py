@@ -98,6 +98,7 @@ class ToolCall(Body):
         """Call in the format of chat templates; arguments that are valid JSON become an object."""
         try:
             arguments = json.loads(self.function.arguments)
+            json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair is no text for a tokenizer
         except ValueError:
             arguments = self.function.arguments
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}

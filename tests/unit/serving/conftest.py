@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from tests.unit.serving.scripted import ScriptedService
 
 
 @pytest.fixture
-def make_service() -> Callable[..., ScriptedService]:
+def make_service(tmp_path: Path) -> Callable[..., ScriptedService]:
     def make(**serving: Any) -> ScriptedService:
-        return ScriptedService(Settings(serving=serving))
+        return ScriptedService(Settings(home=tmp_path, serving=serving))
 
     return make
 

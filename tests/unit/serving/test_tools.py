@@ -272,6 +272,25 @@ def test_invalid_tools_are_400_and_name_the_field(client, service, fields, param
     assert not service.submitted
 
 
+@pytest.mark.parametrize("begin", ["<tool_call>{", '<tool_call>{"name": "', "<tool_call>" + " " * 9])
+def test_endless_head_of_a_call_is_not_buffered(begin):
+    reader = CallReader(TOOL_FORMATS["hermes"], NAMES)
+    shown = reader.feed(begin).text
+    for _ in range(40):
+        shown += reader.feed("x" * 100).text
+    assert len(shown) >= 2900
+    assert set(shown[-100:]) == {"x"}
+
+
+def test_arguments_with_half_a_character_are_text(client, service):
+    for arguments in ('{"a": "\\ud800"}', '{"\\udfff": 1}'):
+        call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
+        messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+        assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+        rendered = service.rendered[-1][0][-1]["tool_calls"][0]["function"]["arguments"]
+        assert rendered == arguments
+
+
 def test_template_without_tools_is_400_with_the_reason(client, service):
     service.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}), 400)

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from osd.config import ConfigError, Settings
 from serving.access import keys_file
+from serving.access.keys import Key, client_of
 from serving.api.routes import create_app
 from tests.unit.serving.answers import CHAT, asking, error_of
 
@@ -109,6 +110,40 @@ def test_invalid_changed_file_keeps_keys_and_is_reported_once(service, keys, cap
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
 
 
+def test_new_replica_has_the_last_valid_keys_of_an_invalid_file(keys, make_service, caplog):
+    make_service(keys_file=keys(KEYS))
+    file = keys("- {name: broken, key: short}")
+    started = make_service(keys_file=file)
+    assert chat(started, "sk-writer-1").status_code == 200
+    assert chat(started, "sk-writer-2").status_code == 401
+    assert with_key(started, "sk-ops-1").get("/metrics").status_code == 200
+    assert "started with the last valid keys, the file is invalid" in caplog.text
+    assert "keys[0].key" in started.refused[0]
+    copy = started.settings.home_dir / "valid_keys.json"
+    assert copy.stat().st_mode & 0o777 == 0o600
+    assert b"sk-" not in copy.read_bytes()
+    keys({"writer": {"key": "sk-writer-2"}})
+    assert chat(started, "sk-writer-2").status_code == 200
+    keys("broken")
+    assert chat(make_service(keys_file=file), "sk-writer-1").status_code == 401, "the copy follows valid changes"
+    copy.write_text("broken")
+    with pytest.raises(ConfigError, match="must be a list"):
+        make_service(keys_file=file)
+
+
+def test_keys_of_another_file_are_not_used(keys, make_service, tmp_path):
+    make_service(keys_file=keys(KEYS))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_service(keys_file=tmp_path / "another.yaml")
+
+
+def test_key_named_like_a_tenant_is_another_client():
+    tenant = Key("any", (), frozenset(), tenant="acme")
+    assert client_of(tenant, None) == client_of(Key("other", (), frozenset(), tenant="acme"), None)
+    others = [client_of(Key("acme", (), frozenset()), None), client_of(None, b"acme"), client_of(None, None)]
+    assert len({client_of(tenant, None), *others}) == 4
+
+
 def test_deleted_key_file_keeps_the_keys(service, keys):
     keys(KEYS).unlink()
     assert chat(service, "sk-writer-1").status_code == 200
@@ -162,7 +197,7 @@ async def test_keyring_polls_the_file_once_a_second(tmp_path, monkeypatch):
         file.chmod(0o600)
 
     write("sk-first-1")
-    ring = keys_file.Keyring(Settings(serving={"keys_file": file}).serving, lambda reason: None)
+    ring = keys_file.Keyring(Settings(serving={"keys_file": file}).serving, lambda reason: None, file.with_name("copy"))
     for begun, secret in ((100.0, "sk-second-22"), (101.0, "sk-third-333")):
         write(secret)
         for later, name in ((0.999, None), (1.0, secret[3:])):
