@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -44,6 +46,7 @@ LOG_BOUNDS = {"RAY_ROTATION_MAX_BYTES": str(16 << 20), "RAY_ROTATION_BACKUP_COUN
 """Environment that bounds each log of Ray to two files of 16 MiB; Ray's default is six files of 512 MiB."""
 
 _OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves little data
+_SESSION_LINK = "ray"
 _TOKEN_FILE = "ray-token"  # noqa: S105 (a file name)
 _START_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 20.0, 3.0
 _LOOK_SECONDS = 0.2
@@ -215,10 +218,27 @@ def _init(settings: Settings) -> None:
         log_to_driver=False,
         configure_logging=True,
         _node_ip_address="127.0.0.1",
+        _temp_dir=str(_renew_folder(settings.home_dir) / "ray"),
         # Ray's default is niceness 15, but only the trainer should have a low priority. Objects that the store has no
         # room for must not fill the disk.
         _system_config={"worker_niceness": 0, "automatic_object_spilling_enabled": False},
     )
+
+
+def _renew_folder(home: Path) -> Path:
+    """Return a new private folder for Ray, to which a link in ``home`` points; delete that of the start before.
+
+    Ray lets every user of the machine replace its sockets and logs, so the folder around them must be private. It is
+    not in ``home``, because the path of a socket has at most 107 bytes.
+    """
+    link = home / _SESSION_LINK
+    if link.is_symlink():
+        # Not resolve: another user could replace a folder of /tmp that was deleted by a link to any folder.
+        shutil.rmtree(link.readlink(), ignore_errors=True)
+        link.unlink()
+    folder = Path(tempfile.mkdtemp(prefix="osd-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))  # noqa: S108
+    link.symlink_to(folder)
+    return folder
 
 
 def _renew_token(file: Path) -> None:

@@ -115,6 +115,16 @@ def test_files_of_home_are_the_owners_alone(service):
     assert {Path(name) for name in ("secrets.json", "ray-token", "registry/general/1/model.safetensors")} < modes.keys()
 
 
+def test_sockets_of_ray_are_behind_a_private_folder(service):
+    pid, home = service
+    folder = (home / "ray").resolve()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    servers = {process.name(): process for process in family(pid)}
+    sockets = [connection.laddr for connection in servers["raylet"].net_connections("unix") if connection.laddr]
+    assert sockets
+    assert {folder in Path(str(socket)).parents for socket in sockets} == {True}
+
+
 def test_logs_and_objects_of_ray_are_bounded_on_disk(service):
     servers = {process.name(): process for process in family(service[0])}
     assert servers["raylet"].environ().items() >= LOG_BOUNDS.items()

@@ -97,6 +97,29 @@ def test_start_ends_when_a_server_dies(servers, tmp_path):
     node.stop()
 
 
+def test_start_deletes_the_folder_of_the_start_before(servers, tmp_path):
+    folders: list[Path] = []
+    for _ in range(2):
+        node = LocalRay()
+        node.start(Settings(home=tmp_path))
+        folders.append((tmp_path / "ray").resolve())
+        node.stop()
+    assert [folder.exists() for folder in folders] == [False, True]
+    assert folders[1].stat().st_mode & 0o777 == 0o700
+
+
+def test_start_follows_no_link_in_place_of_the_folder_before(servers, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    (tmp_path / "replaced").symlink_to(kept)
+    (tmp_path / "ray").symlink_to(tmp_path / "replaced")
+    node = LocalRay()
+    node.start(Settings(home=tmp_path))
+    node.stop()
+    assert (kept / "file").exists()
+
+
 def test_call_beyond_its_limit_raises_timeout_error(node):
     with pytest.raises(TimeoutError, match=r"^Ray does not answer within 0 seconds$"):
         node.call("answer", 0.1, forever)
