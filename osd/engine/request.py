@@ -138,6 +138,7 @@ class Update:
         sources: for each of ``token_ids``, the source of the accepted draft token, or ``TARGET``, if the request asks.
         judged: result of the controller, if the request has a ``stop`` threshold; only in the last update.
         skipped: layers that a lossy answer skipped; only in the last update.
+        thinking_tokens: number of tokens of the request that are thinking, with its marks; 0 before the last update.
     """
 
     request_id: str
@@ -154,3 +155,4 @@ class Update:
     judged: JudgedTokens | None = None
     skipped: SkippedLayers | None = None
     refusal: str = ""
+    thinking_tokens: int = 0

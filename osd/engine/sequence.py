@@ -340,7 +340,8 @@ class SequenceState:
         self.ended = update.finish_reason is not None
         if self.ended:
             drafted_by = None if self.drafter is None else (self.drafter.domain, self.drafter.version)
-            update = replace(update, lifetime=replace(self.lifetime), drafted=drafted_by)
+            last = {"lifetime": replace(self.lifetime), "drafted": drafted_by, "thinking_tokens": self.thinking}
+            update = replace(update, **last)
             if self.completion is not None:
                 update = replace(update, judged=self.completion.judged, skipped=self.completion.skipped)
         try:

@@ -139,6 +139,7 @@ class ResponseBuilder:
     predicts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = field(default=0, init=False)
+    thinking_tokens: int = field(default=0, init=False)
     cached: dict[int, int] = field(default_factory=dict, init=False)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts, init=False)
     judged: dict[int, JudgedTokens] = field(default_factory=dict, init=False)
@@ -149,6 +150,7 @@ class ResponseBuilder:
     def add(self, index: int, update: Update) -> None:
         """Add the tokens, counts and decisions of an update of the choice ``index``."""
         self.completion_tokens += len(update.token_ids)
+        self.thinking_tokens += update.thinking_tokens
         self.cached[index] = update.cached_tokens
         if update.counts is not None:
             self.counts.add(update.counts)
@@ -170,17 +172,17 @@ class ResponseBuilder:
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
-            **self._prediction(),
+            **({"completion_tokens_details": details} if (details := self._details()) else {}),
         }
 
-    def _prediction(self) -> dict[str, Any]:
-        """Return the counts of drafts from the text of the request, which begins with the prediction."""
-        if not self.predicts:
-            return {}
-        drafts = [self.counts.by_source[name] for name in OWN_SOURCES if name in self.counts.by_source]
-        drafted, accepted = sum(part.drafted for part in drafts), sum(part.accepted for part in drafts)
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-        return {"completion_tokens_details": details}
+    def _details(self) -> dict[str, int]:
+        """Return the tokens of thinking, and the drafts copied from the text of the request with its prediction."""
+        details = {} if self.thinking is None else {"reasoning_tokens": self.thinking_tokens}
+        if self.predicts:
+            drafts = [self.counts.by_source[name] for name in OWN_SOURCES if name in self.counts.by_source]
+            drafted, accepted = sum(part.drafted for part in drafts), sum(part.accepted for part in drafts)
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        return details
 
     def metrics(self) -> dict[str, Any]:
         """Return the counts of speculative decoding over all choices, and the decisions of the controller."""

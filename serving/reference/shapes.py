@@ -28,27 +28,29 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
-class PredictionTokens(TypedDict):
-    """Draft tokens of recall in a request with a ``prediction``: those in the answer, and the others.
+class CompletionTokens(TypedDict):
+    """Parts of the completion tokens, and draft tokens that the answer does not have.
 
-    They were copied from the prediction or from earlier text of the request.
+    ``reasoning_tokens`` is present if the model thinks, with the marks around its thinking. The others are present with
+    a ``prediction``: draft tokens of recall, which were copied from the prediction or from earlier text of the request.
     """
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class Usage(TypedDict):
     """Token counts of a request; a prompt counts once for all its choices.
 
-    ``completion_tokens_details`` is present with a ``prediction``.
+    ``completion_tokens_details`` is present if the model thinks, and with a ``prediction``.
     """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: NotRequired[PredictionTokens]
+    completion_tokens_details: NotRequired[CompletionTokens]
 
 
 class SourceDrafts(TypedDict):

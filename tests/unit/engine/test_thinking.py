@@ -44,6 +44,8 @@ def test_counts_and_traces_are_divided_by_phase(target_dir: Path, name: str) -> 
             accepted[phase] += sum(source != TARGET for source in update.sources)
         counts = client.settled()
     assert counts.phase_tokens == tokens
+    assert result.last is not None
+    assert result.last.thinking_tokens == min(end, len(result.tokens))
     assert {phase: drafts.accepted for phase, drafts in counts.by_phase.items()} == accepted
     assert set(counts.by_phase) == ({"thinking", "answer"} if first < end else {"answer"})
     assert first == end or accepted["thinking"]

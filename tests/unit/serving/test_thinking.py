@@ -124,6 +124,16 @@ def test_prompt_that_begins_thinking_is_recognised(client, thinking):
     assert choice["message"]["reasoning_content"] == "why"
 
 
+def test_usage_counts_the_tokens_of_thinking(client, thinking):
+    details = SpeculationCounts()
+    thinking.script = lambda request: [
+        Update(request.id, (1, 2, 3), "<think>a</think>", None),
+        Update(request.id, (4,), "b", "stop", details, thinking_tokens=3),
+    ]
+    usage = client.post("/v1/chat/completions", json=CHAT | {"n": 2}).json()["usage"]
+    assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (8, {"reasoning_tokens": 6})
+
+
 def test_calls_behind_thinking_are_calls(client, thinking):
     says(thinking, "<think><tool_call></think>", CALL)
     (choice,) = client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}).json()["choices"]
