@@ -55,7 +55,9 @@ class Replicas:
         sys.setswitchinterval(self._interval)
 
 
-def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, on_progress=lambda update: None, domain="general"):
+def decode(
+    replica, name, prompt=PROMPT, tokens=24, capture=True, on_progress=lambda update: None, domain="general", tenant=""
+):
     """Decode a request; return a function that waits for its end."""
     ended = threading.Event()
 
@@ -65,6 +67,6 @@ def decode(replica, name, prompt=PROMPT, tokens=24, capture=True, on_progress=la
             ended.set()
 
     sampling = SamplingParams(temperature=0.0)
-    request = Request(name, prompt, tokens, sampling, ignore_eos=True, capture=capture, domain=domain)
+    request = Request(name, prompt, tokens, sampling, ignore_eos=True, capture=capture, domain=domain, tenant=tenant)
     replica.submit(request, on_update)
     return lambda: ended.wait(HANG_SECONDS) or pytest.fail("the request does not end")

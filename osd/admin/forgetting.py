@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from redis.exceptions import RedisError
 
 from osd.admin import NotFoundError, UnavailableError
 from osd.admin.audit import Actor, AuditLog
-from osd.capture.purge import Member, Purges, RemovedData
+from osd.capture.purge import ALIVE_SECONDS, Member, Purges, RemovedData
 from osd.capture.retention import Retention
 from osd.config import Settings
 from osd.drafting.recall.snapshot import Snapshots
@@ -33,6 +33,8 @@ class PurgeResult:
         entries: the number of entries removed from n-gram caches and their snapshots.
         learning: the domains whose drafter in training was trained on the request.
         versions: the numbers of the versions that were trained on the request, by domain.
+        absent: the trainers and replicas of the last day that sent no heartbeat before the purge, did not end regularly
+            and have not answered; each forgets the request when it returns.
     """
 
     streamed: int
@@ -40,6 +42,7 @@ class PurgeResult:
     entries: int
     learning: list[str]
     versions: dict[str, list[int]]
+    absent: list[str]
 
 
 def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str) -> PurgeResult:
@@ -61,10 +64,10 @@ def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str
 
 
 def _forget(settings: Settings, redis_url: str | None, request: str) -> PurgeResult:
-    streamed, answers, silent = 0, {}, set()
+    streamed, answers, silent, absent = 0, {}, set(), set()
     if redis_url is not None:
         try:
-            streamed, answers, silent = _purge_over_redis(settings, redis_url, request)
+            streamed, answers, silent, absent = _purge_over_redis(settings, redis_url, request)
         except RedisError as error:
             raise UnavailableError(f"Redis does not answer; the request may not be removed: {error}") from error
     try:
@@ -81,33 +84,45 @@ def _forget(settings: Settings, redis_url: str | None, request: str) -> PurgeRes
         entries + sum(removed.entries for removed in answers.values()),
         sorted(member.name for member, removed in answers.items() if removed.learnt),
         {domain: numbers for domain, numbers in versions.items() if numbers},
+        [" ".join(member) for member in sorted(absent)],
     )
     if silent:
         names = " and ".join(f"the {role} {name}" for role, name in sorted(silent))
         raise UnavailableError(
             f"{names} did not answer, and will forget request {request} as soon as it can; ask again"
         )
-    if result == PurgeResult(0, 0, 0, [], {}):
+    if replace(result, absent=[]) == PurgeResult(0, 0, 0, [], {}, []):
         places = "in a stream, in a trainer's memory or in the training data of a version"
-        raise NotFoundError(f"there is no request {request} {places}")
+        unknown = "".join(f"; the {member} is absent and has not answered" for member in result.absent)
+        raise NotFoundError(f"there is no request {request} {places}{unknown}")
     return result
 
 
-def _purge_over_redis(settings: Settings, url: str, request: str) -> tuple[int, dict[Member, RemovedData], set[Member]]:
-    """Return the number of records removed from streams, the answers of members, and the members without an answer."""
+def _purge_over_redis(
+    settings: Settings, url: str, request: str
+) -> tuple[int, dict[Member, RemovedData], set[Member], set[Member]]:
+    """Return the number of records removed from streams, the answers, and the silent and the absent members.
+
+    Silent members were alive during the purge and have not answered.
+    """
     client, purges, outcomes = connect(url, timeout=5.0), Purges(url), OutcomeStream(url)
     try:
         streams = [Retention(client, capture) for capture in (settings.tapped, settings.capture, settings.recalled)]
         purges.add(request)  # first, so that members refuse its records from now on
         streamed = sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
         deadline = time.monotonic() + ANSWER_SECONDS
-        while missing := purges.members() - purges.answers(request).keys():
-            if time.monotonic() > deadline:
+        alive: set[Member] = set()
+        while True:
+            members, answers = purges.members(), purges.answers(request)
+            # A member that hangs or dies during the purge still has to answer.
+            alive |= {member for member, age in members.items() if age < ALIVE_SECONDS}
+            silent = (alive & members.keys()) - answers.keys()
+            if not silent or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         # Again, for records that were in transit.
         streamed += sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
-        return streamed, purges.answers(request), missing
+        return streamed, answers, silent, members.keys() - alive - answers.keys()
     finally:
         outcomes.close()
         purges.close()

@@ -20,8 +20,13 @@ logger = logging.getLogger(__name__)
 REMEMBERED_SECONDS = 86_400.0
 """Time for which records of a purged request are refused; no record stays in transit for longer."""
 
-ALIVE_MS = 5000
-"""Validity of a member's heartbeat, in milliseconds."""
+LISTED_SECONDS = 30 * 86_400.0
+"""Time for which a purge is listed, for snapshots on nodes where no replica runs for a while."""
+
+ALIVE_SECONDS = 5.0
+"""Age of its last heartbeat from which a member counts as absent."""
+
+_KNOWN_MS = 86_400_000  # time for which an absent member is known
 
 _PURGES, _ANSWERS, _ALIVE = "osd:purges", "osd:purged:", "osd:{}:"
 
@@ -61,14 +66,14 @@ class Purges(RedisClient):
         """Ask all members to forget a request and to refuse its later records."""
         now = time.time()
         with self._client.pipeline(transaction=True) as pipe:
-            pipe.zremrangebyscore(_PURGES, "-inf", now - REMEMBERED_SECONDS)
+            pipe.zremrangebyscore(_PURGES, "-inf", now - LISTED_SECONDS)
             pipe.delete(_ANSWERS + request)
             pipe.zadd(_PURGES, {request: now})
             pipe.execute()
 
-    def requests(self) -> dict[str, float]:
-        """Return the requests that were purged within the last day, with the time of each purge."""
-        oldest = time.time() - REMEMBERED_SECONDS
+    def requests(self, seconds: float = REMEMBERED_SECONDS) -> dict[str, float]:
+        """Return the requests that were purged in the last ``seconds``, with the time of each purge."""
+        oldest = time.time() - seconds
         entries: Any = self._client.zrangebyscore(_PURGES, oldest, "+inf", withscores=True)
         return {request.decode(): purged_at for request, purged_at in entries}
 
@@ -86,16 +91,32 @@ class Purges(RedisClient):
         return {_parse_member(name.decode()): decoded(data, RemovedData, content) for name, data in fields.items()}
 
     def alive(self, member: Member) -> None:
-        """Send the heartbeat of a member, which is valid for five seconds."""
-        self._client.set(_ALIVE.format(member.role) + member.name, b"1", px=ALIVE_MS)
+        """Send the heartbeat of a member."""
+        self._client.set(_key(member), b"1", px=_KNOWN_MS)
 
-    def members(self) -> set[Member]:
-        """Return the members with a valid heartbeat."""
-        members: set[Member] = set()
+    def leave(self, member: Member) -> None:
+        """Remove a member that ends; purges do not wait for it."""
+        self._client.delete(_key(member))
+
+    def members(self) -> dict[Member, float]:
+        """Return the members of the last day that did not leave, with the seconds since the last heartbeat of each."""
+        members: list[Member] = []
         for role in _ROLES:
             prefix = _ALIVE.format(role)
-            members |= {Member(role, key.decode().removeprefix(prefix)) for key in self._client.scan_iter(prefix + "*")}
-        return members
+            members += [Member(role, key.decode().removeprefix(prefix)) for key in self._client.scan_iter(prefix + "*")]
+        with self._client.pipeline(transaction=False) as pipe:
+            for member in members:
+                pipe.pttl(_key(member))
+            left: list[int] = pipe.execute()
+        return {
+            member: (_KNOWN_MS - milliseconds) / 1000
+            for member, milliseconds in zip(members, left, strict=True)
+            if milliseconds > 0
+        }
+
+
+def _key(member: Member) -> str:
+    return _ALIVE.format(member.role) + member.name
 
 
 def _parse_member(text: str) -> Member:
@@ -111,14 +132,23 @@ class PurgeFollower:
 
     Attributes:
         requests: the purged requests that the member has seen, with the time of each purge.
-        caught_up: whether the member has read the whole list at least once.
+        updated: the time of the last complete update, in seconds since the epoch; 0 before the first.
     """
 
     def __init__(self, purges: Purges, member: Member, forget: Callable[[str, float], RemovedData]) -> None:
-        """Create a follower; ``forget`` gets each request with the time of its purge."""
+        """Create a follower.
+
+        Args:
+            purges: the list of purged requests.
+            member: the member that forgets.
+            forget: gets each request with the time of its purge. After an OSError it is called again at the next
+                update, and there is no answer until then.
+        """
         self._purges, self._member, self._forget = purges, member, forget
         self.requests: dict[str, float] = {}
-        self.caught_up = False
+        self.updated = 0.0
+        self._forgotten: dict[str, float] = {}
+        self._failing: set[str] = set()
 
     def alive(self) -> None:
         """Send a heartbeat; log an error of Redis."""
@@ -130,23 +160,44 @@ class PurgeFollower:
     def has_new_requests(self) -> bool:
         """Return whether the list has new purges; return False while it cannot be read."""
         try:
-            return bool(self._purges.requests().items() - self.requests.items())
+            return bool(self._purges.requests().items() - self._forgotten.items())
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
             return False
 
     def update(self) -> None:
-        """Forget all newly purged requests and write the answers; log an error of Redis."""
+        """Forget all newly purged requests and write the answers; log an error of Redis or of ``forget``.
+
+        The first update reads the whole list, and later ones the last day.
+        """
+        now = time.time()
         try:
-            purged = self._purges.requests()
-            for request, purged_at in purged.items():
-                if self.requests.get(request) != purged_at:
-                    self._purges.answer(request, self._member, self._forget(request, purged_at))
-                    self.requests[request] = purged_at
-            self.requests, self.caught_up = purged, True
+            self.requests = self._purges.requests(REMEMBERED_SECONDS if self.updated else LISTED_SECONDS)
+            self._forgotten = {name: at for name, at in self._forgotten.items() if self.requests.get(name) == at}
+            for request, purged_at in self.requests.items():
+                if request not in self._forgotten:
+                    self._purges.alive(self._member)
+                    self._try_to_forget(request, purged_at)
+            self.updated = now
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Leave the members and close the connection."""
+        try:
+            self._purges.leave(self._member)
+        except RedisError as error:
+            logger.debug("Redis does not answer: %s", error)
         self._purges.close()
+
+    def _try_to_forget(self, request: str, purged_at: float) -> None:
+        try:
+            removed = self._forget(request, purged_at)
+        except OSError as error:
+            if request not in self._failing:
+                logger.warning("a purged request cannot be removed yet, trying again: %s", error)
+            self._failing.add(request)
+            return
+        self._failing.discard(request)
+        self._purges.answer(request, self._member, removed)
+        self._forgotten[request] = purged_at

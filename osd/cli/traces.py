@@ -73,3 +73,5 @@ def purge(
         typer.echo(f"versions of {domain} that have learned from it: {', '.join(map(str, numbers))}")
     if not removed.versions:
         typer.echo("no version has learned from it")
+    for member in removed.absent:
+        typer.echo(f"the {member} is absent and has not answered; it forgets the request when it returns")

@@ -344,7 +344,7 @@ class DrafterDomains(TypedDict):
 
 
 class Purged(TypedDict):
-    """Counts of removed data, and the drafter versions that learned from the request and stay in service."""
+    """Counts of removed data, the drafter versions that learned from the request, and members without an answer."""
 
     request: str
     streamed: int
@@ -352,3 +352,4 @@ class Purged(TypedDict):
     entries: int
     learning: list[str]
     versions: dict[str, list[int]]
+    absent: list[str]

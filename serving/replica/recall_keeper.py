@@ -15,7 +15,7 @@ from osd.capture.trace import Trace, TraceError
 from osd.config import Settings
 from osd.drafting.recall.memories import Memories
 from osd.drafting.recall.rehearsal import rehearse
-from osd.drafting.recall.snapshot import SnapshotError, Snapshots
+from osd.drafting.recall.snapshot import CLOCK_MARGIN, SnapshotError, Snapshots
 from osd.learning.batch import check, length
 from osd.recall.backends import backend
 from osd.recall.memory import Memory, mark_of
@@ -31,7 +31,6 @@ _PAUSE_SECONDS = 0.001
 _TURN_SECONDS = 1.0
 _POLL_SECONDS = 0.5
 _SAVE_SECONDS = 60.0
-_CLOCK_MARGIN = 60.0  # seconds; covers clocks that differ and the delay between decoding and a snapshot
 
 
 class RecallListener:
@@ -108,7 +107,8 @@ class RecallKeeper:
 
     The table of a domain starts from its latest snapshot. A snapshot is written at the end, and each minute in which
     tokens were decoded. Tables of single clients have no snapshots. Entries older than ``capture.keep_days`` are
-    dropped. Entries that a purged request may have touched are dropped at once, and again when the request has ended.
+    dropped. Entries that a purged request may have touched are dropped at once from the tables and from every snapshot
+    on this disk, and again when the request has ended.
     If the service has several replicas, each learns the traces of the other replicas.
     """
 
@@ -119,9 +119,9 @@ class RecallKeeper:
         self._engine, self._pool = engine, engine.pool
         self._snapshots = Snapshots(settings.registry_dir)
         self._memories: dict[str, Memories] = {}
-        self._since: dict[str, float] = {}  # start of each table's content: its creation, or its snapshot
+        self._purged: dict[str, float] = {}  # time up to which purges are applied to each table
         self._purges = PurgeFollower(Purges(redis_url), Member("replica", name), self._forget)
-        self._running: set[str] = set()  # purged requests that still decode
+        self._running: dict[str, float] = {}  # purged requests that still decode, with the time of each purge
         self._listener: RecallListener | None = None
         self._saved_tokens, self._changed, self._failing = 0, False, False
         self._save_at = time.monotonic() + _SAVE_SECONDS
@@ -154,12 +154,11 @@ class RecallKeeper:
                 self._restore(domain, memories)
         self._write_dropped({domain: memories for domain, memories in self._memories.items() if domain not in current})
         self._memories = current
-        if current:
-            self._purges.alive()
-            self._purges.update()
+        self._purges.alive()
+        self._purges.update()
         for request in [request for request in self._running if not self._is_running(request)]:
-            self._running.discard(request)
             self._drop(request, current)
+            del self._running[request]
         if self._listener is not None:
             self._changed |= self._listener.learn(self._shared_tables(self._memories), self._purges.requests)
         if time.monotonic() >= self._save_at:
@@ -177,7 +176,7 @@ class RecallKeeper:
             self._snapshots.expire(oldest)
             if self._changed:
                 for domain, table in self._shared_tables(self._memories).items():
-                    self._snapshots.write(domain, table, self._target)
+                    self._write(domain, table)
         except OSError as error:
             if not self._failing:
                 logger.warning("cannot write the recall snapshots, trying again: %s", error)
@@ -192,24 +191,39 @@ class RecallKeeper:
         return {domain: memories.of("") for domain, memories in by_domain.items()}
 
     def _forget(self, request: str, at: float) -> RemovedData:
-        """Drop the entries of a purged request; ``at`` is the time of the purge."""
-        if self._is_running(request):
-            self._running.add(request)
-        affected = self._memories
-        if not self._purges.caught_up:
-            # A table that is newer than the purge holds nothing of the request. Clocks may differ by the margin.
-            newest = at + _CLOCK_MARGIN
-            affected = {domain: tables for domain, tables in affected.items() if self._since[domain] < newest}
-        return RemovedData(entries=self._drop(request, affected))
+        """Drop the entries of a purged request; ``at`` is the time of the purge.
 
-    def _drop(self, request: str, by_domain: dict[str, Memories]) -> int:
-        """Drop the entries that a request may have touched, in tables and snapshots; return their number."""
+        Raises:
+            OSError: a snapshot on this disk cannot be purged.
+        """
+        if self._is_running(request):
+            self._running[request] = at
+        if self._purges.updated:
+            return RemovedData(entries=self._drop(request, self._memories))
+        # At the start most purges are applied already, and a repetition would drop entries of other requests.
+        affected = {name: tables for name, tables in self._memories.items() if self._purged[name] < at + CLOCK_MARGIN}
+        return RemovedData(entries=self._drop(request, affected, at))
+
+    def _drop(self, request: str, by_domain: dict[str, Memories], at: float | None = None) -> int:
+        """Drop the entries that a request may have touched, in tables and snapshots; return their number.
+
+        Args:
+            request: the purged request.
+            by_domain: the tables.
+            at: the time of the purge, to skip the snapshots to which it is applied; None skips none.
+
+        Raises:
+            OSError: a snapshot on this disk cannot be purged.
+        """
         mark = mark_of(request)
         dropped = sum(table.drop(reader=mark) for memories in by_domain.values() for table in memories.tables)
-        if dropped:
-            self._changed = True
-            self.save()
-        return dropped
+        self._changed |= dropped > 0
+        return dropped + self._snapshots.purge(request, at)
+
+    def _write(self, domain: str, table: Memory) -> None:
+        """Write the snapshot of a table."""
+        # The entries of a purged request that still decodes are dropped at its end, or after a restart.
+        self._snapshots.write(domain, table, self._target, min([self._purges.updated, *self._running.values()]))
 
     def _is_running(self, request: str) -> bool:
         """Return whether a sequence of the request is queued or decodes."""
@@ -221,12 +235,12 @@ class RecallKeeper:
         """Write snapshots of domains that the pool dropped; their last snapshot may be a minute old."""
         try:
             for domain, table in self._shared_tables(dropped).items():
-                self._snapshots.write(domain, table, self._target)
+                self._write(domain, table)
         except OSError as error:
             logger.warning("cannot write the last recall snapshot of %s: %s", ", ".join(dropped), error)
 
     def _restore(self, domain: str, memories: Memories) -> None:
-        self._since[domain] = time.time()
+        self._purged[domain] = time.time()
         if not self._settings.recall.shared:
             return
         table = memories.of("")
@@ -236,7 +250,10 @@ class RecallKeeper:
             logger.warning("cannot use the recall snapshot of %s, starting with an empty table: %s", domain, error)
             return
         if snapshot is not None:
-            self._since[domain] = snapshot.created
+            self._purged[domain] = snapshot.purged
+            for request, at in self._purges.requests.items():
+                if not snapshot.is_purged(at):
+                    self._changed |= table.drop(reader=mark_of(request)) > 0
             self._changed |= _expire(table, oldest_allowed(self._settings.capture, time.time()))
             logger.info("loaded the recall snapshot %s of %s", snapshot.sha256[:8], domain)
 

@@ -132,7 +132,7 @@ def test_request_is_purged_over_http(http, settings, redis_url, make_trace, redi
     assert writer.offer(make_trace("chatcmpl-1f-0"))
     writer.close()
     result = http.post("/admin/traces/purge", json={"request": "chatcmpl-1f"}).json()
-    rest = {"remembered": 0, "entries": 0, "learning": [], "versions": {}}
+    rest = {"remembered": 0, "entries": 0, "learning": [], "versions": {}, "absent": []}
     assert result == {"request": "chatcmpl-1f", "streamed": 1, **rest}
     assert redis_client.xlen("osd:traces:domain:general") == 0
     error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-2e"}), 404)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from redis.exceptions import DataError
 
 from osd.admin import forgetting
-from osd.capture import purge as purges
-from osd.capture.purge import Member, Purges, RemovedData
+from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.command import run_cli
 from tests.unit.learning.toys import make_trace
@@ -32,12 +31,12 @@ def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
         trainer, replica = Member("trainer", "acme.code"), Member("replica", "host:8000")
         for member in (trainer, replica):
             purges.alive(member)
-        assert purges.members() == {trainer, replica}
+        assert purges.members().keys() == {trainer, replica}
         purges.add("a")
         purges.answer("a", trainer, RemovedData(records=2, learnt=True))
         purges.answer("a", replica, RemovedData(entries=3))
         assert purges.answers("a") == {trainer: RemovedData(2, True), replica: RemovedData(entries=3)}
-        for key, limit in (("osd:purged:a", 86_400_000), ("osd:replica:host:8000", 5000)):
+        for key, limit in (("osd:purged:a", 86_400_000), ("osd:replica:host:8000", 86_400_000)):
             assert 0 < redis_client.pttl(key) <= limit
         redis_client.hset("osd:purged:a", "stranger:b", b"{}")
         with pytest.raises(DataError, match="stranger:b is no trainer and no replica"):
@@ -47,10 +46,56 @@ def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
 def test_purged_request_is_refused_for_a_day(redis_url, redis_client):
     with Purges(redis_url) as purges:
         now = time.time()
-        redis_client.zadd("osd:purges", {"old": now - 86_401, "recent": now - 86_000})
+        month = 30 * 86_400
+        redis_client.zadd("osd:purges", {"gone": now - month - 1, "old": now - 86_401, "recent": now - 86_000})
         assert set(purges.requests()) == {"recent"}
         purges.add("new")
-        assert redis_client.zrange("osd:purges", 0, -1) == [b"recent", b"new"]
+        assert redis_client.zrange("osd:purges", 0, -1) == [b"old", b"recent", b"new"]
+
+
+def test_first_update_forgets_all_purges_of_a_month(redis_url, redis_client):
+    redis_client.zadd("osd:purges", {"old": time.time() - 20 * 86_400, "recent": time.time() - 100})
+    forgotten = []
+    follower = PurgeFollower(Purges(redis_url), Member("replica", "r1"), lambda name, at: forgotten.append(name))
+    with closing(follower):
+        follower.update()
+        assert forgotten == ["old", "recent"]
+        follower.update()
+        assert forgotten == ["old", "recent"]
+        assert follower.requests.keys() == {"recent"}
+        assert not follower.has_new_requests()
+
+
+def test_member_answers_after_it_has_forgotten(redis_url, caplog):
+    member, is_full = Member("replica", "r1"), True
+
+    def forget(name, at):
+        if name == "a" and is_full:
+            raise OSError("the disk is full")
+        return RemovedData(entries=1)
+
+    with Purges(redis_url) as purges, closing(PurgeFollower(Purges(redis_url), member, forget)) as follower:
+        for request in ("a", "b"):
+            purges.add(request)
+        for _ in range(2):
+            follower.update()
+        assert (purges.answers("a").keys(), purges.answers("b").keys()) == (set(), {member})
+        assert [record.message for record in caplog.records] == [
+            "a purged request cannot be removed yet, trying again: the disk is full"
+        ]
+        assert follower.requests.keys() == {"a", "b"}, "later records of both are refused"
+        is_full = False
+        follower.update()
+        assert purges.answers("a").keys() == {member}
+
+
+def test_member_that_ends_is_no_member_any_more(redis_url):
+    with Purges(redis_url) as purges:
+        follower = PurgeFollower(Purges(redis_url), Member("replica", "r1"), lambda name, at: RemovedData())
+        follower.alive()
+        assert purges.members().keys() == {("replica", "r1")}
+        follower.close()
+        assert purges.members() == {}
 
 
 def memory(worker):
@@ -115,7 +160,7 @@ def test_paused_trainer_forgets_a_purged_request(make_loop, eventually):
 
 
 def test_yielding_trainer_forgets_a_purged_request(make_loop, eventually, monkeypatch):
-    monkeypatch.setattr(purges, "ALIVE_MS", 1500)
+    monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 1.5)
     loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
@@ -171,6 +216,29 @@ def test_purge_names_members_that_do_not_answer(make_loop, monkeypatch):
         members.alive(Member("trainer", "elsewhere"))
         members.alive(Member("replica", "r1"))
     assert "the replica r1 and the trainer elsewhere did not answer" in purge(loop, "request-0", codes=(2,))
+
+
+def test_purge_names_a_replica_that_hangs_during_it(make_loop, monkeypatch):
+    monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 1.5)
+    loop = make_loop()
+    loop.first_version()
+    loop.send(1)
+    with Purges(loop.url) as members:
+        members.alive(Member("replica", "r1"))
+    assert "the replica r1 did not answer" in purge(loop, "request-0", codes=(2,))
+
+
+def test_purge_names_a_replica_that_vanished_before_it(make_loop, monkeypatch):
+    monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 0.0)
+    loop = make_loop()
+    loop.first_version()
+    loop.send(1)
+    with Purges(loop.url) as members:
+        members.alive(Member("replica", "r1"))
+    absence = "the replica r1 is absent and has not answered"
+    assert f"{absence}; it forgets the request when it returns" in purge(loop, "request-0")
+    assert absence in purge(loop, "request-unknown", codes=(2,))
 
 
 def test_request_can_be_purged_again(make_loop, eventually, monkeypatch):

@@ -19,7 +19,8 @@ from osd.capture.trace import Array
 from osd.capture.writer import RecallWriter
 from osd.config import Settings
 from osd.drafting.recall.snapshot import Snapshots
-from osd.recall.memory import KEPT
+from osd.recall.backends import backend
+from osd.recall.memory import KEPT, Observation, mark_of
 from osd.target.identity import identify
 from serving.replica import recall_keeper
 from serving.replica.recall_keeper import RecallKeeper
@@ -66,12 +67,6 @@ def replicas(settings, redis_url, monkeypatch):
         yield replicas
 
 
-def end(replicas, redis_client, name):
-    """End a replica, and delete its heartbeat, so that purges do not wait for it."""
-    replicas.end(name)
-    redis_client.delete(f"osd:replica:{name}")
-
-
 def used(replica, domain="general"):
     return sum(table.used() for table in replica.engine.pool.memories(domain).tables)
 
@@ -93,7 +88,7 @@ def test_purge_clears_replicas_and_snapshots(replicas, settings, redis_url, redi
     decode(second, "chatcmpl-1f-1", PROMPT[::-1])()
     assert used(first)
     assert used(second)
-    end(replicas, redis_client, "second")
+    replicas.end("second")
     assert Snapshots(settings.registry_dir).about("general") is not None
     second = replicas.start("second again")
     assert used(second)
@@ -103,6 +98,87 @@ def test_purge_clears_replicas_and_snapshots(replicas, settings, redis_url, redi
     assert re.search(r"[1-9]\d* entries that may contain it removed from recall", output)
     assert used(first) == used(second) == 0
     assert used(replicas.start("new")) == 0, "it starts from the snapshot"
+
+
+def entries_on_disk(settings, domain):
+    """Return the number of entries in the latest snapshot of a domain."""
+    snapshots, target = Snapshots(settings.registry_dir), settings.target.source
+    about = snapshots.about(domain)
+    assert about is not None
+    table = backend().memory(about.entries)
+    assert snapshots.restore(domain, table, identify(target, Path(target))) is not None
+    return table.used()
+
+
+def test_purge_reaches_all_snapshots_of_another_node(
+    replicas, settings, redis_url, tmp_path_factory, await_updates, eventually
+):
+    """The table of the purged request has given way to a table of another tenant."""
+    node = settings.model_copy(update={"home": tmp_path_factory.mktemp("node")})
+    engine = settings.engine.model_copy(update={"domains": 1})
+    other = replicas.start("other", home=node.home, engine=engine)
+    decode(other, "chatcmpl-1f-0", domain=None, tenant="acme")()
+    await_updates()
+    decode(other, "chatcmpl-2e-0", PROMPT[::-1], domain=None, tenant="beta")()
+    await_updates()
+    assert "acme.general" not in other.engine.pool.all_memories()
+    assert entries_on_disk(node, "acme.general") > 0
+    output = purge(settings, redis_url, "chatcmpl-1f")
+    assert re.search(r"[1-9]\d* entries that may contain it removed from recall", output)
+    assert entries_on_disk(node, "acme.general") == 0
+
+
+def test_restored_table_is_purged(replicas, settings, redis_url, eventually, monkeypatch):
+    """Another replica writes the snapshot after the purge, and has not applied the purge."""
+    monkeypatch.setattr(recall_keeper, "_SAVE_SECONDS", 0.01)
+    first = replicas.start("first")
+    table = first.engine.pool.memories("general").backend.memory(first.engine.pool.memories("general").of("").entries)
+    text = first.engine.pool.memories("general").backend.text(64)
+    text.append([100, 101, 102, 103], certain=True)
+    observation = Observation([], [], torch.tensor([[1, 2]]), torch.tensor([[-0.1, -3.0]]), [1])
+    table.learn(text, observation, 0.0, mark_of("chatcmpl-1f-0"), int(time.time()))
+    with Purges(redis_url) as purges:
+        purges.add("chatcmpl-1f")
+        eventually(lambda: Member("replica", "first") in purges.answers("chatcmpl-1f"))
+    target = identify(settings.target.source, Path(settings.target.source))
+    Snapshots(settings.registry_dir).write("acme.general", table, target)
+    decode(first, "chatcmpl-2e-0", tokens=1, capture=False, domain=None, tenant="acme")()
+    eventually(lambda: entries_on_disk(settings, "acme.general") == 0)
+
+
+def test_purge_applies_to_a_node_without_a_replica(replicas, settings, redis_url, tmp_path_factory):
+    node = settings.model_copy(update={"home": tmp_path_factory.mktemp("node")})
+    decode(replicas.start("first", home=node.home), "chatcmpl-1f-0", domain=None, tenant="acme")()
+    replicas.end("first")
+    assert entries_on_disk(node, "acme.general") > 0
+    purge(settings, redis_url, "chatcmpl-1f")
+    replicas.start("second", home=node.home)
+    assert entries_on_disk(node, "acme.general") == 0
+
+
+def test_snapshot_with_a_running_purged_request_says_so(replicas, settings, redis_url, eventually, monkeypatch):
+    monkeypatch.setattr(recall_keeper, "_SAVE_SECONDS", 0.01)
+    monkeypatch.setattr("osd.drafting.recall.snapshot.CLOCK_MARGIN", 0.0)
+    first, updates, may_continue = replicas.start("first"), [], threading.Event()
+
+    def block(update):
+        updates.append(update)
+        if len(updates) > 3:
+            may_continue.wait(HANG_SECONDS)
+
+    wait = decode(first, "chatcmpl-1f-0", tokens=100, on_progress=block)
+    eventually(lambda: len(updates) > 3)
+    with Purges(redis_url) as purges:
+        purges.add("chatcmpl-1f")
+        eventually(lambda: purges.answers("chatcmpl-1f"))
+        ((_, at),) = purges.requests().items()
+    snapshots = Snapshots(settings.registry_dir)
+    eventually(lambda: (about := snapshots.about("general")) is not None and about.created > at)
+    about = snapshots.about("general")
+    may_continue.set()
+    wait()
+    assert about is not None
+    assert not about.is_purged(at)
 
 
 def test_purge_of_a_running_request_takes_effect_at_its_end(replicas, settings, redis_url, eventually):
@@ -212,7 +288,7 @@ def test_recall_is_shared_only_between_clients_and_replicas(
 
 def test_purge_without_replicas_clears_the_snapshot(replicas, settings, redis_url, redis_client):
     decode(replicas.start("first"), "chatcmpl-1f-0")()
-    end(replicas, redis_client, "first")
+    replicas.end("first")
     assert Snapshots(settings.registry_dir).about("general") is not None
     purge(settings, redis_url, "chatcmpl-1f")
     assert used(replicas.start("two")) == 0

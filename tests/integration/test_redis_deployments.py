@@ -81,7 +81,7 @@ def use_everything(url: str, name: str, root: Path) -> None:
         assert loads.read().keys() == {name}
         purges.add("r")
         purges.alive(Member("replica", name))
-        assert purges.members() == {Member("replica", name)}
+        assert purges.members().keys() == {Member("replica", name)}
     for used in (1, 2):  # each like a new replica
         windows = Windows(url)
         counted = windows.admit("key", Limits(requests_per_minute=10)).requests

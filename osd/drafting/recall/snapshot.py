@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT = "recall.safetensors"
 """Name of the file in a domain's folder."""
-_FORMAT = "1"
+_FORMAT = "2"
+CLOCK_MARGIN = 60.0
+"""Seconds by which the clocks of processes may differ; snapshots within it are purged once more."""
+
 _PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
 
@@ -37,12 +40,25 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """Metadata of a snapshot: its target, number of entries, time, and the hash of its contents."""
+    """Metadata of a snapshot.
+
+    Attributes:
+        target: the identity of the target that the entries describe.
+        entries: the number of entries.
+        created: the time of the snapshot, in seconds since the epoch.
+        purged: the time up to which all purges are applied; 0 if that is unknown.
+        sha256: the hash of the contents.
+    """
 
     target: Identity
     entries: int
     created: float
+    purged: float
     sha256: str
+
+    def is_purged(self, at: float) -> bool:
+        """Return whether a purge at the time ``at`` is applied."""
+        return self.purged > at + CLOCK_MARGIN
 
 
 class Snapshots:
@@ -51,9 +67,16 @@ class Snapshots:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def write(self, domain: str, memory: Memory, target: Identity) -> SnapshotInfo:
-        """Replace the snapshot of a domain; an OSError leaves the old one in place."""
-        return _write(self._path(domain), memory, target, time.time())
+    def write(self, domain: str, memory: Memory, target: Identity, purged: float = 0.0) -> SnapshotInfo:
+        """Replace the snapshot of a domain; an OSError leaves the old one in place.
+
+        Args:
+            domain: the domain.
+            memory: its table.
+            target: the identity of the target.
+            purged: the time up to which all purges are applied to the table, 0 if that is unknown.
+        """
+        return _write(self._path(domain), memory, target, time.time(), purged)
 
     def restore(self, domain: str, memory: Memory, target: Identity) -> SnapshotInfo | None:
         """Fill a table with the latest snapshot, if there is one.
@@ -86,13 +109,23 @@ class Snapshots:
         except (OSError, SafetensorError, SnapshotError):
             return None
 
-    def purge(self, request: str) -> int:
+    def purge(self, request: str, at: float | None = None) -> int:
         """Drop the entries of every domain that a request may have touched, and return their number.
 
-        A snapshot that cannot be read is removed.
+        A snapshot that cannot be read or rewritten is removed.
+
+        Args:
+            request: the id of a request or of a response.
+            at: the time of the purge, to skip the snapshots to which it is applied; None skips none.
+
+        Raises:
+            OSError: a snapshot can be neither rewritten nor removed.
         """
         dropped = 0
         for path in self._paths():
+            known = None if at is None else self.about(path.parent.name)
+            if known is not None and at is not None and known.is_purged(at):
+                continue
             try:
                 about, contents = _read(path)
                 memory = backend().memory(about.entries)
@@ -104,9 +137,14 @@ class Snapshots:
                 continue
             memory.load(contents)
             count = memory.drop(reader=mark_of(request))
-            if count:
-                dropped += count
-                _write(path, memory, about.target, about.created)
+            if not count:
+                continue
+            dropped += count
+            try:
+                _write(path, memory, about.target, about.created, about.purged)
+            except OSError as error:
+                log.warning("removed the snapshot %s, because its purge cannot be written: %s", path, error)
+                path.unlink(missing_ok=True)
         return dropped
 
     def expire(self, before: float | None) -> None:
@@ -125,14 +163,14 @@ class Snapshots:
         return self._root / check_domain(domain) / SNAPSHOT
 
 
-def _write(path: Path, memory: Memory, target: Identity, created: float) -> SnapshotInfo:
+def _write(path: Path, memory: Memory, target: Identity, created: float, purged: float) -> SnapshotInfo:
     contents = memory.contents()
-    about = SnapshotInfo(target, memory.entries, created, _hash(contents))
+    about = SnapshotInfo(target, memory.entries, created, purged, _hash(contents))
     # The safetensors library would hold the interpreter's lock while it copies.
     start = 0
     metadata = {"format": _FORMAT, "target": target.name, "target_sha256": target.weights}
     metadata |= {"tokenizer_sha256": target.tokenizer, "entries": str(about.entries)}
-    metadata |= {"created": repr(about.created), "sha256": about.sha256}
+    metadata |= {"created": repr(about.created), "purged": repr(about.purged), "sha256": about.sha256}
     header: dict[str, object] = {"__metadata__": metadata}
     for name, size in zip(_PARTS, _sizes(contents), strict=True):
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
@@ -165,7 +203,8 @@ def _about(metadata: dict[str, str]) -> SnapshotInfo:
         raise SnapshotError(f"{reason}: the next snapshot replaces it")
     try:
         target = Identity(metadata["target"], metadata["target_sha256"], metadata["tokenizer_sha256"])
-        return SnapshotInfo(target, int(metadata["entries"]), float(metadata["created"]), metadata["sha256"])
+        created, purged = float(metadata["created"]), float(metadata["purged"])
+        return SnapshotInfo(target, int(metadata["entries"]), created, purged, metadata["sha256"])
     except (KeyError, ValueError) as error:
         raise SnapshotError(f"it is damaged: {error}") from None
 

@@ -52,7 +52,7 @@ class Stream:
     def alive(self, member):
         pass
 
-    def requests(self):
+    def requests(self, seconds=None):
         return dict(self.purged)
 
     def answer(self, request, member, removed):

@@ -64,7 +64,7 @@ def test_snapshot_is_a_private_safetensors_file_with_metadata(snapshots, memory,
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         assert sorted(file.keys()) == ["entries", "places", "weights"]
-    assert (metadata["format"], metadata["target"], metadata["entries"]) == ("1", TARGET.name, "1024")
+    assert (metadata["format"], metadata["target"], metadata["entries"]) == ("2", TARGET.name, "1024")
     assert (metadata["target_sha256"], metadata["tokenizer_sha256"]) == (TARGET.weights, TARGET.tokenizer)
     assert before <= float(metadata["created"]) <= time.time()
     assert metadata["sha256"] == about.sha256
@@ -114,7 +114,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("format", "it has format 7 and this build reads format 1: the next snapshot replaces it"),
+        ("format", "it has format 7 and this build reads format 2: the next snapshot replaces it"),
         ("contents", "its contents do not match their hash"),
         ("header", "it is damaged: 'created'"),
         ("entries", "its contents are not those of 1000000000000000 entries"),
@@ -140,6 +140,23 @@ def test_purge_accepts_ids_of_responses_and_choices(snapshots, memory, name):
     assert about is not None
     assert (about.created, about.entries) == (written.created, 1024), "purging keeps the time of the snapshot"
     assert snapshots.purge(name) == 0
+
+
+def test_purge_skips_snapshots_to_which_it_is_applied(snapshots, memory):
+    snapshots.write("general", memory, TARGET, purged=1000.0)
+    assert snapshots.purge("chatcmpl-1f", at=939.0) == 0
+    assert snapshots.purge("chatcmpl-1f", at=941.0) == 4, "clocks may differ by a minute"
+    assert snapshots.purge("chatcmpl-2e") == 4
+
+
+def test_purged_snapshot_that_cannot_be_written_is_removed(snapshots, memory, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    snapshots.write("general", memory, TARGET)
+    monkeypatch.setattr("osd.files.replace", fail)
+    assert snapshots.purge("chatcmpl-1f") == 4
+    assert snapshots.about("general") is None
 
 
 def test_expire_removes_old_snapshots_and_leftovers(snapshots, memory, tmp_path):
