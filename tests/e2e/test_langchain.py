@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
@@ -24,34 +24,6 @@ def model(service, monkeypatch):
         max_tokens=200,
         max_retries=0,
     )
-
-
-def test_chat_has_usage_and_finish_reason(model):
-    answer = model.invoke([SystemMessage("You are terse."), HumanMessage("Hello")])
-    assert isinstance(answer, AIMessage)
-    assert answer.content
-    assert answer.response_metadata["finish_reason"] in ("stop", "length")
-    assert answer.usage_metadata["output_tokens"] <= 200
-    assert answer.usage_metadata["total_tokens"] == sum(
-        answer.usage_metadata[name] for name in ("input_tokens", "output_tokens")
-    )
-
-
-def test_stream_has_the_content_of_a_complete_answer(model):
-    chunks = list(model.stream("Hello", stream_usage=True))
-    assert len(chunks) > 2
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
-    assert whole.content == model.invoke("Hello").content
-    assert whole.usage_metadata["output_tokens"] > 0
-
-
-def test_answer_has_logprobs(model):
-    answer = model.bind(logprobs=True, top_logprobs=2).invoke("Hello")
-    places = answer.response_metadata["logprobs"]["content"]
-    assert all(len(place["top_logprobs"]) == 2 for place in places)
-    assert len(places) == answer.usage_metadata["output_tokens"]
 
 
 @tool

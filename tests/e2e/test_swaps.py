@@ -104,41 +104,6 @@ def test_domain_with_a_pointer_has_its_own_drafter(service, eventually):
     assert [replica["others"] for replica in service.data()["replicas"]] == [{}] * 2
 
 
-@pytest.mark.fault("a version is damaged on disk", "it is refused, and the version in service stays")
-def test_damaged_version_is_rejected(service, eventually):
-    good = service.versions()[0]
-    assert service.versions() == [good] * 2
-    rejected = service.metric("osd_rejected_versions_total")
-
-    number = service.publish()
-    weights = service.settings.registry_dir / service.settings.domain / str(number) / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.chmod(0o644)
-    weights.write_bytes(data)
-    service.point_at(number)
-    eventually(lambda: service.metric("osd_rejected_versions_total") == rejected + 2)
-
-    def reshape(weights):
-        name = next(name for name, tensor in weights.items() if tensor.dim() == 2)
-        weights[name] = weights[name][:-1].contiguous()
-
-    misfit = service.publish(reshape)
-    service.point_at(misfit)
-    eventually(lambda: service.metric("osd_rejected_versions_total") == rejected + 4)
-    with pytest.raises(ValueError, match="there is no version"):
-        service.point_at(misfit + 1000)
-
-    assert service.versions() == [good] * 2
-    assert service.complete().status_code == 200
-    reasons = [event["reason"] for event in service.data()["events"] if event["kind"] == "rejected"]
-    assert any("sha256" in reason or "hash" in reason for reason in reasons)
-    service.point_at(good)
-    next_one = service.publish(shake)
-    service.point_at(next_one)
-    eventually(lambda: service.versions() == [next_one] * 2)
-
-
 def test_only_stored_requests_reach_the_stream(service, eventually):
     stream = stream_of(service.settings.capture.stream, "general")
     with redis.Redis.from_url(service.redis.url) as client:

@@ -143,18 +143,3 @@ def test_error_of_a_replica_is_the_reason_of_a_failed_start(tmp_path):
     assert process.returncode == 2
     assert "target.source: osd computes DiffLlamaForCausalLM differently from transformers" in errors
     assert len(errors.strip().splitlines()) == 1
-
-
-@pytest.mark.soak  # test_signals tests this with a smaller command
-@pytest.mark.fault("a second signal arrives during shutdown", "every process ends at once")
-def test_second_signal_ends_all_processes_at_once(tiny_target, tmp_path, eventually):
-    with osd(tmp_path, "up", *small_options(tiny_target, free_port())) as process:
-        eventually(lambda: len(family(process.pid)) >= 7, every=0.05)
-        processes = family(process.pid)
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=HANG_SECONDS)
-        assert process.returncode == 130
-    assert "drained" not in errors
-    assert all_ended(processes)
