@@ -117,11 +117,6 @@ class SourceCounts:
     drafted: int = 0
     accepted: int = 0
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Ratio of accepted to drafted tokens, 0 when no tokens were drafted."""
-        return acceptance_rate(self.accepted, self.drafted)
-
 
 @dataclass
 class SpeculationCounts:

@@ -108,7 +108,6 @@ class StreamReader(Generic[Kind]):
         self._acks: list[Place] = []  # acknowledged by the caller, not yet sent to Redis
         self._next_claim = 0.0
         self._waiting = NONE
-        self._counts = {"read": 0, "reclaimed": 0, "undecodable": 0, "trimmed": 0}
 
     def read(self, max_records: int, block_ms: int) -> list[DeliveredRecord[Kind]]:
         """Return the available records, or wait for the first one.
@@ -175,14 +174,6 @@ class StreamReader(Generic[Kind]):
             except RedisError as error:
                 self._failed(error)
         return self._waiting
-
-    def counters(self) -> dict[str, int]:
-        """Return the numbers of records by outcome, since the start.
-
-        ``read``: returned to the caller; ``reclaimed``: delivered again; ``undecodable``: skipped; ``trimmed``: deleted
-        from the stream before they were acknowledged.
-        """
-        return dict(self._counts)
 
     def close(self) -> None:
         """Send the remaining acknowledgements and close the connections."""
@@ -294,10 +285,8 @@ class StreamReader(Generic[Kind]):
         trimmed = [place for place, reply in zip(places, replies, strict=True) if not reply]
         for place in trimmed:
             self._client.xack(place.stream, self._group, place.id)
-        self._counts["trimmed"] += len(trimmed)
         for _ in places:
             self._claimed.popleft()
-        self._counts["reclaimed"] += len(entries)
         return entries
 
     def _copy_refused(self, place: Place, reason: str) -> None:
@@ -324,8 +313,6 @@ class StreamReader(Generic[Kind]):
                 invalid.append(place)
                 self._copy_refused(place, type(error).__name__)
         self._in_flight.update(delivered.place for delivered in batch)
-        self._counts["read"] += len(batch)
-        self._counts["undecodable"] += len(invalid)
         self._acks += invalid  # sent with the next call, because an error here would lose the batch
         return batch
 

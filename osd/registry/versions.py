@@ -53,7 +53,6 @@ class Version:
 class VersionInfo:
     """Entry in the list of versions; ``problem`` is the error of reading the manifest, which is then empty."""
 
-    domain: str
     number: int
     manifest: dict[str, Any]
     problem: str | None = None
@@ -192,10 +191,10 @@ class Registry:
         infos = []
         for number in self.storage.numbers(domain):
             try:
-                infos.append(VersionInfo(domain, number, self._manifest(domain, number)))
+                infos.append(VersionInfo(number, self._manifest(domain, number)))
             except VersionError as error:
                 if self._exists(domain, number):  # else it has just been removed
-                    infos.append(VersionInfo(domain, number, {}, str(error)))
+                    infos.append(VersionInfo(number, {}, str(error)))
         return infos
 
     def numbers(self, domain: str) -> list[int]:

@@ -114,10 +114,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def knows(self, block: str) -> bool:
-        """Return whether the index has a replica for ``block``."""
-        return block in self._holders
-
     def order(self, affinity: Affinity, loads: Mapping[str, int], imbalance: int) -> list[str]:
         """Return the replicas, the preferred replica first.
 

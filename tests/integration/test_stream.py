@@ -195,7 +195,6 @@ def test_restarted_consumer_gets_its_pending_records_again(put, make_reader):
     successor = make_reader("worker")
     assert names(successor.read(5, 100)) == ["b"]
     assert names(successor.read(5, 100)) == ["c"]
-    assert successor.counters()["reclaimed"] == 1
 
 
 def test_pending_records_of_a_dead_consumer_are_taken_over(put, make_reader):
@@ -302,7 +301,6 @@ def test_undecodable_record_is_skipped_and_not_quoted(
     put("good")
     assert read_until(reader, 1) == ["good"]
     reader.read(1, 0)
-    assert reader.counters() == {"read": 1, "reclaimed": 0, "undecodable": 2, "trimmed": 0}
     assert reader.waiting().records == 0
     assert "cannot be read" in caplog.text
     assert "private" not in caplog.text
@@ -331,7 +329,6 @@ def test_record_of_another_format_is_skipped_with_advice(
     redis_client.xadd(STREAM, {"t": encode(msgspec.structs.replace(make_trace(), format=2))})
     put("good")
     assert names(reader.read(5, 100)) == ["good"]
-    assert reader.counters()["undecodable"] == 1
     reader.close()
     assert redis_client.xpending(STREAM, "trainer")["pending"] == 1, "the last skipped record is acknowledged"
     assert "is skipped: the record has format 2 and this build reads format 1: let only one build" in caplog.text
@@ -343,7 +340,6 @@ def test_trimmed_pending_record_is_acknowledged(put, make_reader, redis_client: 
     redis_client.xtrim(STREAM, maxlen=1, approximate=False)
     successor = make_reader("worker")
     assert read_until(successor, 1) == ["c"]
-    assert successor.counters()["trimmed"] == 2
     assert successor.waiting().records == 0
 
 

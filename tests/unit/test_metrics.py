@@ -39,7 +39,6 @@ def test_speculation_counts_are_divided_by_source():
         "recall": (5, 3),
         "eagle": (11, 3),
     }
-    assert counts["recall"].acceptance_rate == pytest.approx(3 / 5)
 
 
 def test_speculation_counts_of_parts_add_up_to_the_whole():
