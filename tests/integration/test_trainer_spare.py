@@ -20,18 +20,6 @@ def loads(redis_url, monkeypatch):
         yield loads
 
 
-def test_training_stops_while_requests_wait(make_loop, loads, eventually, monkeypatch):
-    reads, read = [], ReplicaLoads.read
-    monkeypatch.setattr(ReplicaLoads, "read", lambda self, glance=False: reads.append(1) or read(self, glance))
-    loads.report("replica", ReplicaLoad(8, 3, 1, 100.0))
-    worker = make_loop(steps_per_candidate=10_000).begin()
-    eventually(lambda: worker.status()["state"] == "yielding")
-    eventually(lambda: len(reads) > 10)
-    assert worker.status()["steps"] == 0
-    loads.report("replica", ReplicaLoad(8, 0, 1, 100.0))
-    eventually(lambda: worker.status()["steps"] > 5)
-
-
 class Core(Executor):
     """Simulated core, whose work advances the clock of the trainer.
 

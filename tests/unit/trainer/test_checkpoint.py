@@ -12,9 +12,8 @@ from osd.learning.distiller import Distiller
 from osd.learning.gate import Gate
 from osd.learning.online import Learner, LocalExecutor, empty_replay
 from osd.registry.lease import Lease
-from osd.registry.pointer_file import FencedError, PointerFiles, Rollout
+from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Version
-from tests.pointers import write
 from tests.unit.learning.toys import TARGET, VOCABULARY, Toy, make_trace
 from trainer import checkpoint
 from trainer.reporter import CostMeter, TrainingReporter
@@ -96,19 +95,6 @@ def test_load_refuses_another_format_number(tmp_path, monkeypatch):
         checkpoint.CheckpointError, match=r"general.safetensors has format 2, but this osd reads format 1"
     ):
         checkpoint.load(path)
-
-
-def test_replaced_trainer_writes_no_checkpoint(settings):
-    learner, _, checkpoints = training(settings)
-    assert checkpoints.save(learner)
-    path = settings.home_dir / "trainer" / "general.safetensors"
-    before = path.read_bytes()
-    write(PointerFiles(settings.registry_dir), "general", Rollout(1, None, 0.0, 1.0, fence=1))
-    learner.distiller.steps += 1
-    with pytest.raises(FencedError, match=r"^another trainer has taken over general: "):
-        checkpoints.save(learner)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 def test_full_disk_is_logged_once_until_a_save_succeeds(settings, monkeypatch, caplog):
