@@ -13,8 +13,10 @@ from pydantic.json_schema import models_json_schema
 
 from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-MAX_TOKENS = 4
-"""Largest number of tokens of an answer, so that thousands of answers take little time."""
+MAX_TOKENS, MAX_FORM_TOKENS = 4, 40
+"""Largest number of tokens of a free answer and of an answer with a form, so that thousands of answers take little
+time.
+"""
 
 PATHS = {
     "/v1/chat/completions": ChatRequest,
@@ -50,26 +52,117 @@ NONSENSE = st.recursive(
 
 
 TOKENS = st.lists(st.integers(0, 258), min_size=1, max_size=20)
+
+
+@st.composite
+def nested_json(draw: st.DrawFn) -> str:
+    """Draw a JSON text, which may be nested deep, incomplete, or no JSON."""
+    how = draw(st.sampled_from(["flat", "flat", "deep", "open", "text"]))
+    if how == "flat":
+        return json.dumps(draw(NONSENSE))
+    if how == "text":
+        return draw(TEXTS)
+    depth = draw(st.sampled_from([3, 90, 99, 100, 101, 200, 600, 980, 5000]))
+    begin, end = draw(st.sampled_from([("[", "]"), ('{"a":', "}"), ('[{"a\\u0022":', "}]")]))
+    return begin * depth + draw(st.sampled_from(["1", '"\\ud800"', "null"])) + end * depth * (how == "deep")
+
+
+def _pieces(inner: SearchStrategy[str]) -> SearchStrategy[str]:
+    bounds = st.sampled_from(["*", "+", "?", "{3}", "{0,200}", "{20,}", "{0,5000}"])
+    return (
+        st.lists(inner, min_size=1, max_size=3).map("".join)
+        | st.lists(inner, min_size=2, max_size=16).map(lambda parts: f"({'|'.join(parts)})")
+        | st.tuples(inner, bounds).map(lambda parts: f"({parts[0]}){parts[1]}")
+    )
+
+
+LETTERS = st.sampled_from(["a", "b", "X", " ", ".", "[a-z]", "[^a]", "[a-zA-Z ,.]*", "\\d", "\\w+", "é", "😀"])
+INVALID_REGEXES = TEXTS.filter(bool) | st.sampled_from(["(a", "a{9,1}", "(?=a)", "(" * 600])
+REGEXES = st.one_of([st.recursive(LETTERS, _pieces, max_leaves=16)] * 3 + [INVALID_REGEXES])
+"""Regular expressions, most of them valid, some with many states."""
+
+LEAF_SCHEMAS = st.sampled_from(
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 5000},
+        {"type": "string", "pattern": "^([a-z]*a[a-z]{40})+$"},
+        {"type": "integer", "minimum": -9, "maximum": 900},
+        {"type": "number", "multipleOf": 0.01},
+        {"type": ["boolean", "null"]},
+        {"enum": ["yes", 1, None]},
+        {"const": {"a": [1]}},
+        {"$ref": "#"},
+        {"not": {}},
+        {},
+    ]
+)
+NAMES = st.sampled_from(["a", "b", "long name", "é", '"'])
+SCHEMAS = st.recursive(
+    LEAF_SCHEMAS,
+    lambda inner: (
+        st.builds(lambda items, size: {"type": "array", "items": items, "maxItems": size}, inner, st.integers(0, 99))
+        | st.builds(lambda parts: {"anyOf": parts}, st.lists(inner, min_size=1, max_size=4))
+        | st.builds(lambda parts: {"allOf": parts}, st.lists(inner, min_size=1, max_size=3))
+        | st.builds(
+            lambda properties, closed: {"type": "object", "properties": properties, "additionalProperties": closed},
+            st.dictionaries(NAMES, inner, max_size=4),
+            st.booleans(),
+        )
+    ),
+    max_leaves=12,
+)
+"""Schemas, most of them valid."""
+
+
+@st.composite
+def grammars(draw: st.DrawFn) -> str:
+    """Draw a grammar in Lark's syntax; rules may be ambiguous, endless or unknown."""
+    names = ["start", "x", "y"]
+    part = st.sampled_from(['"a"', '"(" x ")"', "/[ab]+/", "x", "y", "x x", "start start", "y?", "x*", "unknown"])
+    alternatives = st.lists(st.lists(part, min_size=1, max_size=3).map(" ".join), min_size=1, max_size=4)
+    return "\n".join(f"{name}: {' | '.join(draw(alternatives))}" for name in names)
+
+
+FORMS: dict[str, SearchStrategy[Any]] = {
+    "json": SCHEMAS | SCHEMAS.map(json.dumps) | nested_json(),
+    "regex": REGEXES,
+    "choice": st.lists(TEXTS, min_size=1, max_size=30),
+    "grammar": grammars(),
+}
+"""Values of the fields of ``structured_outputs``."""
+
+CALLS = st.fixed_dictionaries(
+    {
+        "id": TEXTS,
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g"]), "arguments": nested_json()}),
+    }
+)
+TURNS = st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}) | st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": TEXTS, "tool_calls": st.lists(CALLS, min_size=1, max_size=2)}
+)
+TOOLS = st.builds(
+    lambda schemas: [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": {"properties": {"a": schema}}}}
+        for number, schema in enumerate(schemas)
+    ],
+    st.lists(SCHEMAS, min_size=1, max_size=3),
+)
 VALID: dict[str, SearchStrategy[Any]] = {
     "prompt": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), min_size=1, max_size=3) | TOKENS,
     "tokens": TOKENS,
-    "messages": st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": TEXTS}), min_size=1, max_size=3),
+    "messages": st.lists(TURNS, min_size=1, max_size=3),
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(["auto", "required", "none"]),
     "logit_bias": st.dictionaries(st.integers(0, 258).map(str), st.floats(-100, 100), max_size=4),
     "stop": TEXTS.filter(bool) | st.lists(TEXTS.filter(bool), max_size=4),
     "n": st.integers(1, 6),
     "timeout": st.floats(0.001, 100),
     "reasoning_effort": st.sampled_from([None, "none"]),
     "chat_template_kwargs": st.none() | st.just({}),
-    "response_format": st.sampled_from(
-        [
-            {"type": "text"},
-            {"type": "json_object"},
-            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", 1, None]}, "strict": True}},
-        ]
-    ),
-    "structured_outputs": st.sampled_from(
-        [{"json": {}}, {"regex": "a+|[^a]"}, {"choice": ["", "b"]}, {"grammar": 'start: "a" start | "b"'}]
-    ),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
+    | SCHEMAS.map(lambda schema: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}),
+    "structured_outputs": st.one_of([value.map(lambda form, kind=kind: {kind: form}) for kind, value in FORMS.items()]),
 }
 """Valid values of fields that the schema describes incompletely."""
 
@@ -93,7 +186,8 @@ def _nested(depth: int) -> Any:
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> bytes:
     """Draw a body for a path: valid, with one error, or arbitrary."""
-    how = draw(st.sampled_from(["valid"] * 6 + ["damaged", "damaged", "unknown", "deep", "cut", "nonsense"]))
+    kinds = ["valid"] * 5 + ["form"] * 3 + ["damaged", "damaged", "unknown", "deep", "cut", "nonsense"]
+    how = draw(st.sampled_from(kinds))
     if how == "nonsense":
         return draw(st.binary(max_size=60) | NONSENSE.map(_json))
     fields = sorted(PATHS[path].model_fields)
@@ -103,11 +197,19 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
         body["prompt"] = draw(TEXTS)
     if how == "damaged":
         body[draw(st.sampled_from(fields))] = draw(NONSENSE)
+    elif how == "form" and "structured_outputs" in fields:
+        field = draw(st.sampled_from(["structured_outputs", "response_format", *(["tools"] * ("tools" in fields))]))
+        text = "prompt" if "prompt" in fields else "messages"
+        body = {text: draw(VALID[text]), field: draw(VALID[field]), "stream": draw(st.booleans())}
+        if field == "tools":
+            body["tool_choice"] = "required"
     elif how == "unknown":
         body[draw(STRANGE | st.sampled_from(["tools", "functions", "echo", "metadata"]))] = draw(NONSENSE)
     elif how == "deep":
-        body[draw(st.sampled_from(fields))] = _nested(draw(st.integers(5, 400)))
-    if "max_tokens" in fields:
+        body[draw(st.sampled_from(fields))] = _nested(draw(st.integers(5, 900)))
+    if "max_tokens" in fields and how == "form":
+        body["max_tokens"] = MAX_FORM_TOKENS
+    elif "max_tokens" in fields:
         for name in ("max_tokens", "max_completion_tokens"):
             value = body.get(name)
             if type(value) is int and value > MAX_TOKENS:

@@ -54,6 +54,9 @@ def answers(service, sent):
 
 def check(status, headers, body, method):
     assert status < 500 or status in EXPECTED_ERRORS, body
+    if status == 200 and headers["content-type"].startswith("text/event-stream"):
+        late = [line for line in body.split(b"\n\n") if b'"type":"server_error"' in line]
+        assert not late or b'"code":"timeout"' in late[0], late
     if status < 400 or method == b"HEAD":
         return
     assert headers["content-type"] == "application/json"
