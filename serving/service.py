@@ -38,6 +38,14 @@ class ChatTemplateError(ValueError):
     """Error of a missing chat template, or of messages that the template rejects."""
 
 
+class TextTooLongError(ValueError):
+    """Text that is certainly longer than a limit; ``tokens`` is the least number of its tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.tokens = tokens
+
+
 class MonitoredService(Protocol):
     """Interface for the metrics, the dashboard and the admin routes."""
 
@@ -77,18 +85,27 @@ class MonitoredService(Protocol):
 class Service(MonitoredService, Protocol):
     """Interface of one replica for the HTTP routes. Two threads tokenize at the same time."""
 
-    def encode(self, text: str, special: bool) -> list[int]:
-        """Return the token ids of a text, with the tokenizer's special tokens if ``special``."""
+    def encode(self, text: str, special: bool, limit: int | None = None) -> list[int]:
+        """Return the token ids of a text, with the tokenizer's special tokens if ``special``.
+
+        Raises:
+            TextTooLongError: the length of the text alone shows that it has more than ``limit`` tokens.
+        """
         ...
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        limit: int | None = None,
     ) -> list[int]:
         """Return the token ids of a chat with ``tools``, up to the start of the assistant's answer.
 
         ``variables`` are further variables of the chat template.
 
         Raises:
+            TextTooLongError: the length of the chat alone shows that it has more than ``limit`` tokens.
             ChatTemplateError: the chat template cannot render the messages.
         """
         ...

@@ -39,6 +39,37 @@ class VocabularyError(ValueError):
     """Error of a vocabulary that cannot be read, with a message of one line."""
 
 
+_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Sequence", "Split"})
+_SHRINKAGE = {None: 1, "NFC": 4}
+"""By kind of normalizer, the factor by which it shortens a text in bytes at most; composed characters have a third."""
+
+
+def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the number of bytes of a text that each of its tokens covers at most; None if there is no such number.
+
+    Tokens of byte-level tokenizers cover their own bytes. Other tokenizers may remove parts of a text, or write any
+    part as one unknown token.
+    """
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    described = json.loads(backend.to_str())
+    normalizer = (described["normalizer"] or {"type": None})["type"]
+    strips = any(added["lstrip"] or added["rstrip"] for added in described["added_tokens"])
+    kinds = set(_types(described["pre_tokenizer"])) - {"String", "Regex"}
+    if not _byte_level(described) or normalizer not in _SHRINKAGE or strips or not kinds <= _PRE_TOKENIZERS:
+        return None
+    if '"behavior":"Removed"' in json.dumps(described["pre_tokenizer"], separators=(",", ":")):
+        return None
+    try:
+        tokens = [data for data, _ in Vocabulary.of("the target", backend).tokens.values()]
+    except VocabularyError:
+        return None
+    if len({data for data in tokens if len(data) == 1}) < 256:  # a missing byte is dropped or joins an unknown token
+        return None
+    return max(map(len, tokens)) * _SHRINKAGE[normalizer]
+
+
 class TokenText(NamedTuple):
     """Bytes of a token in the middle of a text, and whether the token is special: answers do not show it."""
 

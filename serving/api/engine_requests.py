@@ -87,7 +87,8 @@ class EngineRequests:
         if (name := unknown_variable(template, variables)) is not None:
             param = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
             raise invalid(f"'{param}' is not supported: the model's chat template does not use it.", param)
-        prompt = await self._tokenizing.encode_chat(body.messages, body.callable, variables)
+        longest = self._service.model.context - 1
+        prompt = await self._tokenizing.encode_chat(body.messages, body.callable, variables, longest)
         form = body.structure if calls is None else body.structure_of(calls)
         most = self._limits.max_completion_tokens
         common = await self._common(body, caller, domain, form)
@@ -103,7 +104,8 @@ class EngineRequests:
         """Return the tokens of a prediction."""
         if not self._service.settings.recalls:
             raise invalid("'prediction' is not supported: this server drafts without recall.", "prediction")
-        ids, context = await self._tokenizing.encode(text, False), self._service.model.context
+        context = self._service.model.context
+        ids = await self._tokenizing.encode(text, False, "prediction", context)
         if len(ids) > context:
             raise invalid(f"'prediction' has {len(ids)} tokens and the limit is {context}.", "prediction")
         return tuple(ids)
@@ -115,8 +117,11 @@ class EngineRequests:
             ApiError: the request is invalid or the queue is full.
         """
         domain = await self._check_limits(body, len(body.prompt), caller)
-        encode = self._tokenizing.encode
-        prompts = [await encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        encode, longest = self._tokenizing.encode, self._service.model.context - 1
+        prompts = [
+            await encode(prompt, True, "prompt", longest) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ]
         common = await self._common(body, caller, domain, body.structure)
         return self._prepared(body, prompts, common, COMPLETION_TOKENS, body.structure)
 

@@ -17,11 +17,11 @@ from serving.api.checks import check_ids
 from serving.api.messages import Function, Message
 from serving.api.schemas import DetokenizeRequest, TokenizeRequest
 from serving.api.server_routes import ModelRoutes
-from serving.http.errors import invalid
+from serving.http.errors import ApiError, invalid
 from serving.http.limits import Arrivals
 from serving.reference.document import described
 from serving.reference.shapes import Detokenized, Tokenized
-from serving.service import ChatTemplateError, Service
+from serving.service import ChatTemplateError, Service, TextTooLongError
 
 LONG = 16_384
 """Characters or tokens from which a text counts as long; encoding a text of this size takes about 20 ms."""
@@ -37,12 +37,24 @@ class Tokenizing:
         self._service = service
         self._short, self._long = (ThreadPoolExecutor(1, f"tokenize-{length}") for length in ("short", "long"))
 
-    async def encode(self, text: str, special: bool) -> list[int]:
-        """Return the token ids of a text; ``special`` adds the tokenizer's special tokens around it."""
-        return await self.run(len(text), self._service.encode, text, special)
+    async def encode(self, text: str, special: bool, param: str = "", limit: int | None = None) -> list[int]:
+        """Return the token ids of a text; ``special`` adds the tokenizer's special tokens around it.
+
+        Raises:
+            ApiError: status 400 if the text of the field ``param`` certainly has more than ``limit`` tokens; a text
+                that passes may still have more.
+        """
+        try:
+            return await self.run(len(text), self._service.encode, text, special, limit)
+        except TextTooLongError as error:
+            raise _too_long(param, error.tokens, limit) from None
 
     async def encode_chat(
-        self, messages: list[Message], callable: list[Function], variables: dict[str, Any] | None = None
+        self,
+        messages: list[Message],
+        callable: list[Function],
+        variables: dict[str, Any] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """Return the token ids of a chat that the assistant continues.
 
@@ -50,16 +62,19 @@ class Tokenizing:
             messages: messages of the chat.
             callable: functions that the assistant may call.
             variables: further variables of the chat template.
+            limit: number of tokens; see ``encode``.
 
         Raises:
-            ApiError: status 400 if the model's chat template rejects the messages.
+            ApiError: status 400 if the model's chat template rejects the messages, or they are certainly too long.
         """
         functions = [{"type": "function", "function": function.template} for function in callable]
         size = sum(len(m.content or "") for m in messages) + sum(len(str(function)) for function in functions)
         try:
             return await self.run(
-                size, self._service.encode_chat, [m.template for m in messages], functions, variables or {}
+                size, self._service.encode_chat, [m.template for m in messages], functions, variables or {}, limit
             )
+        except TextTooLongError as error:
+            raise _too_long("messages", error.tokens, limit) from None
         except ChatTemplateError as error:
             raise invalid(str(error), "messages", "chat_template") from error
 
@@ -75,6 +90,11 @@ class Tokenizing:
         """Run ``call`` in the thread for texts of ``size`` characters or tokens, and return its result."""
         thread = self._short if size < LONG else self._long
         return await asyncio.get_running_loop().run_in_executor(thread, partial(call, *arguments))
+
+
+def _too_long(param: str, tokens: int, limit: int | None) -> ApiError:
+    message = f"'{param}' has at least {tokens} tokens and the limit is {limit}: shorten it."
+    return invalid(message, param, "context_length_exceeded")
 
 
 class TokenizerRoutes:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ from osd.runtime.device import cores, one_core
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
-from osd.target.vocabulary import TokenText, TokenTexts
+from osd.target.vocabulary import TokenText, TokenTexts, max_token_bytes
 from serving.access.guard import Access
 from serving.dashboard import data
 from serving.metrics.history import Bins
@@ -50,7 +51,7 @@ from serving.replica.rollout_follower import (
     Watcher,
     starting_drafter,
 )
-from serving.service import ChatTemplateError, ServedModel
+from serving.service import ChatTemplateError, ServedModel, TextTooLongError
 
 logger = logging.getLogger(__name__)
 
@@ -138,14 +139,23 @@ class Replica:
             if part is not None:
                 part.start()
 
-    def encode(self, text: str, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool, limit: int | None = None) -> list[int]:
         """Return token ids; see ``Service``."""
+        if limit is not None and len(text) > limit:  # few texts: the first of them reads the vocabulary
+            # Encoding takes a second per megabyte.
+            covered = self._token_bytes
+            if covered is not None and (least := -(-len(text.encode()) // covered)) > limit:
+                raise TextTooLongError(least)
         # Fast tokenizers are thread-safe while the options of all calls are the same. Other tokenizers may not be.
         with nullcontext() if self._tokenizer.is_fast else self._tokenizer_lock:
             return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        limit: int | None = None,
     ) -> list[int]:
         """Return the token ids of a chat; see ``Service``."""
         if self._tokenizer.chat_template is None:
@@ -158,7 +168,11 @@ class Replica:
         # Templates see tools and calls as the client sent them.
         except (TemplateError, TypeError, ValueError, RecursionError):
             raise ChatTemplateError("The model's chat template does not take this order of messages.") from None
-        return self.encode(str(text), special=False)
+        return self.encode(str(text), False, limit)
+
+    @cached_property
+    def _token_bytes(self) -> int | None:
+        return max_token_bytes(self._tokenizer)
 
     def template(self) -> str:
         """Return the chat template; see ``Service``."""

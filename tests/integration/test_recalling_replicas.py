@@ -24,6 +24,7 @@ from osd.recall.memory import KEPT, Observation, mark_of
 from osd.target.identity import identify
 from serving.replica import recall_keeper
 from serving.replica.recall_keeper import RecallKeeper
+from serving.service import TextTooLongError
 from tests.command import run_cli
 from tests.replicas import PROMPT, Replicas, decode
 from tests.traces import small_trace
@@ -292,3 +293,14 @@ def test_purge_without_replicas_clears_the_snapshot(replicas, settings, redis_ur
     assert Snapshots(settings.registry_dir).about("general") is not None
     purge(settings, redis_url, "chatcmpl-1f")
     assert used(replicas.start("two")) == 0
+
+
+def test_replica_refuses_a_long_text_without_its_tokens(replicas):
+    replica = replicas.start("one")
+    text = "a" * 1_000_000
+    with pytest.raises(TextTooLongError) as refused:
+        replica.encode(text, False, 1000)
+    assert refused.value.tokens == 200_000, "the longest token has five bytes"
+    with pytest.raises(TextTooLongError):
+        replica.encode_chat([{"role": "user", "content": text}], [], {}, 1000)
+    assert len(replica.encode(text[:1001], False, 1000)) == 1001

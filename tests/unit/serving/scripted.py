@@ -16,11 +16,14 @@ from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, ServiceTotals
-from serving.service import ChatTemplateError, ServedModel
+from serving.service import ChatTemplateError, ServedModel, TextTooLongError
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 
 GRAMMARS = GrammarCompiler(tokenizer(), 259, [257])
 atexit.register(GRAMMARS.close)
+
+CERTAINLY_LONG = 5000
+"""Characters from which a text is refused without its tokens."""
 
 Script = Callable[[Request], list[Update] | None]
 
@@ -51,20 +54,26 @@ class ScriptedService:
         self.replicas: list[Report] = []
         self.history, self.reads, self.counters = MetricsHistory(), 0, {"requests": 1}
 
-    def encode(self, text: str, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool, limit: int | None = None) -> list[int]:
+        if limit is not None and len(text) > CERTAINLY_LONG:
+            raise TextTooLongError(len(text))
         return [1] * special + [min(ord(letter), 0x24F) for letter in text]
 
     def template(self) -> str:
         return self.chat_template
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        limit: int | None = None,
     ) -> list[int]:
         self.rendered.append((messages, tools))
         self.variables.append(variables)
         if messages[0]["role"] == "assistant":
             raise ChatTemplateError("The model's chat template does not take this order of messages.")
-        return self.encode("".join(f"{message['role'][0]}{message['content']}" for message in messages), False)
+        return self.encode("".join(f"{message['role'][0]}{message['content']}" for message in messages), False, limit)
 
     def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
         return [TokenText(chr(token).encode(), special=False) for token in ids]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,21 @@ def test_unknown_model_is_404(client, path):
     response = client.post(path, json={**bodies.get(path, {"prompt": "hi"}), "model": "SECRET"})
     assert error_of(response, 404)["code"] == "model_not_found"
     assert "SECRET" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b" * 6000]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "b" * 6000}]}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "prediction": {"type": "content", "content": "b" * 6000}}, "prediction"),
+    ],
+)
+def test_text_that_is_certainly_too_long_is_refused_by_its_length(client, service, path, body, param):
+    error = error_of(client.post(path, json=body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert re.fullmatch(rf"'{param}' has at least 60\d\d tokens and the limit is 6[34]: shorten it\.", error["message"])
+    assert client.post("/tokenize", json={"prompt": "b" * 6000}).json()["count"] == 6001
 
 
 def test_prompt_over_the_context_is_400_before_submission(client, service):
