@@ -22,14 +22,17 @@ from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, run
 TOKENS, LENGTHS = 16, (17, 5, 9, 30)
 
 
-def judging_drafter(directory: Path) -> EarlyExit:
-    """Return a drafter whose random controller stops some answers and exits at different layers."""
+def judging_drafter(directory: Path, deviation: float = 0.02) -> EarlyExit:
+    """Return a drafter whose random controller stops some answers and exits at different layers or not at all.
+
+    The heads are random with a standard ``deviation``.
+    """
     drafter = initial(EarlyExitSettings(vocabulary=200), directory, directory)
     assert isinstance(drafter, EarlyExit)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         drafter.controller.copy_(torch.randn(3, 64, generator=generator) * 0.3)
-        drafter.up.copy_(torch.randn(drafter.up.shape, generator=generator) * 0.02)
+        drafter.up.copy_(torch.randn(drafter.up.shape, generator=generator) * deviation)
     return drafter
 
 

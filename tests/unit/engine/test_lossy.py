@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from osd.capture.trace import Trace
-from osd.config import BestFirstSettings, ChainSettings, EarlyExitSettings
-from osd.drafting import initial
+from osd.config import BestFirstSettings, ChainSettings
 from osd.drafting.early_exit import EarlyExit
 from osd.drafting.mixed import Mixed
 from osd.engine.completion import ControllerOptions, SkippedLayers
@@ -21,6 +20,7 @@ from osd.engine.request import SamplingParams
 from osd.runtime.exit_controller import CONTINUE, EXIT, STOP
 from tests.tiny import make_tiny
 from tests.unit.engine.harness import Client, Oracle, prompts, running, tokens_of
+from tests.unit.engine.test_completion import judging_drafter
 
 TOKENS, LENGTHS, LAYERS = 16, (17, 5, 9, 30), 8
 GROWTHS = {"chain": ChainSettings(depth=3, governed=False), "mixed": BestFirstSettings(budget=8, governed=False)}
@@ -44,17 +44,6 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def deep_oracle(deep: Path) -> Oracle:
     return Oracle(deep)
-
-
-def early_exit_drafter(directory: Path) -> EarlyExit:
-    """Return a drafter with random heads and a controller that exits at different layers or not at all."""
-    drafter = initial(EarlyExitSettings(vocabulary=200), directory, directory)
-    assert isinstance(drafter, EarlyExit)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        drafter.controller.copy_(torch.randn(3, 64, generator=generator) * 0.3)
-        drafter.up.copy_(torch.randn(drafter.up.shape, generator=generator) * 0.05)
-    return drafter
 
 
 class ReferenceDecoder:
@@ -134,7 +123,7 @@ class ReferenceDecoder:
 
 @pytest.fixture(scope="module")
 def reference(deep: Path) -> ReferenceDecoder:
-    return ReferenceDecoder(deep, early_exit_drafter(deep))
+    return ReferenceDecoder(deep, judging_drafter(deep, 0.05))
 
 
 def lossy(above: float = 0.0, stop: float | None = None) -> ControllerOptions:
@@ -150,7 +139,7 @@ def ask(client: Client, name: str, texts: Sequence[list[int]], **more: Any) -> l
 def test_lossy_answer_matches_the_reference(
     deep: Path, deep_oracle: Oracle, reference: ReferenceDecoder, growth: str, bucketed: bool
 ) -> None:
-    drafter, texts = early_exit_drafter(deep), prompts(LENGTHS)
+    drafter, texts = judging_drafter(deep, 0.05), prompts(LENGTHS)
     made = Mixed(drafter) if growth == "mixed" else drafter
     skips = []
     with running(deep, drafter=made, growth=GROWTHS[growth], bucketed=bucketed, int8=False) as client:
@@ -178,7 +167,7 @@ def test_lossy_answer_matches_the_reference(
 def test_lossy_requests_keep_other_requests_exact(
     deep: Path, deep_oracle: Oracle, reference: ReferenceDecoder, growth: str
 ) -> None:
-    drafter, texts = early_exit_drafter(deep), prompts(LENGTHS)
+    drafter, texts = judging_drafter(deep, 0.05), prompts(LENGTHS)
     made = Mixed(drafter) if growth == "mixed" else drafter
     with running(deep, drafter=made, growth=GROWTHS[growth], int8=False) as client:
         for index, prompt in enumerate(texts):
@@ -198,7 +187,7 @@ def test_prefix_cache_shares_only_the_prompt_of_lossy_answers(
 ) -> None:
     """Neither exact nor lossy requests may depend on an earlier lossy answer."""
     (prompt,) = prompts([20], seed=4)
-    with running(deep, drafter=early_exit_drafter(deep), int8=False) as client:
+    with running(deep, drafter=judging_drafter(deep, 0.05), int8=False) as client:
         ask(client, "lossy", [prompt], controller=lossy())
         more = [*prompt, *client.results["lossy 0"].tokens, 1, 2]
         ask(client, "exact", [more])
@@ -216,7 +205,7 @@ def test_prefix_cache_shares_only_the_prompt_of_lossy_answers(
 
 def test_lossy_answer_is_neither_captured_nor_recalled(deep: Path) -> None:
     traces: list[Trace] = []
-    made = Mixed(early_exit_drafter(deep))
+    made = Mixed(judging_drafter(deep, 0.05))
     with running(deep, drafter=made, growth=GROWTHS["mixed"], traces=traces) as client:
         pool: Any = client.engine.pool
         ask(client, "exact", prompts(LENGTHS), capture=True)
@@ -233,7 +222,7 @@ def test_lossy_answer_is_neither_captured_nor_recalled(deep: Path) -> None:
 
 def test_preempted_lossy_answer_keeps_its_text(deep: Path, reference: ReferenceDecoder) -> None:
     texts = prompts((17, 9), seed=2)
-    with running(deep, drafter=early_exit_drafter(deep), slots=1, int8=False) as client:
+    with running(deep, drafter=judging_drafter(deep, 0.05), slots=1, int8=False) as client:
         client.submit("low", texts[0], 40, ignore_eos=True, controller=lossy(), priority=5)
         while len(client.results["low"].tokens) < 20:
             client.next()
@@ -248,7 +237,7 @@ def test_seeded_lossy_text_does_not_depend_on_the_batch(deep: Path) -> None:
     drawn = SamplingParams(temperature=1.0, seed=3, repeatable=True)
     texts = []
     for neighbours in (0, 3):
-        with running(deep, drafter=early_exit_drafter(deep)) as client:
+        with running(deep, drafter=judging_drafter(deep, 0.05)) as client:
             for index, prompt in enumerate(prompts(LENGTHS)[:neighbours]):
                 client.submit(f"{index}", prompt, TOKENS, ignore_eos=True)
             client.submit("drawn", prompts(LENGTHS)[3], TOKENS, drawn, ignore_eos=True, controller=lossy(), logprobs=3)
@@ -263,7 +252,7 @@ def test_seeded_lossy_text_does_not_depend_on_the_batch(deep: Path) -> None:
 
 def test_lossy_rows_are_judged_by_the_layers_they_ran(deep: Path) -> None:
     """A row is judged only by the layers before its exit."""
-    drafter = early_exit_drafter(deep)
+    drafter = judging_drafter(deep, 0.05)
     with running(deep, drafter=drafter) as client:
         ask(client, "free", prompts(LENGTHS), controller=lossy())
         last = ask(client, "judged", prompts(LENGTHS), controller=lossy(0.0, stop=0.0))
@@ -280,7 +269,7 @@ def test_lossy_rows_are_judged_by_the_layers_they_ran(deep: Path) -> None:
 def test_lossy_answer_with_a_grammar_never_exits(deep: Path) -> None:
     """The vocabulary of an early head may lack the allowed tokens."""
     (prompt,) = prompts([20], seed=4)
-    with running(deep, drafter=early_exit_drafter(deep), int8=False) as client:
+    with running(deep, drafter=judging_drafter(deep, 0.05), int8=False) as client:
         grammar = client.engine.grammars.compile("regex", "[a-f]{12}")
         ask(client, "exact", [prompt], grammar=grammar)
         last = ask(client, "lossy", [prompt], grammar=grammar, controller=lossy())
@@ -297,7 +286,7 @@ def test_lossy_request_without_a_controller_never_exits(deep: Path, deep_oracle:
 
 
 def test_steps_with_early_exits_do_not_update_costs(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(deep, drafter=early_exit_drafter(deep)) as client:
+    with running(deep, drafter=judging_drafter(deep, 0.05)) as client:
         costs, learnt = client.engine.loop.planner.costs, []
         observe = costs.observe_forward
         monkeypatch.setattr(costs, "observe_forward", lambda *seen: (learnt.append(seen), observe(*seen)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,11 +20,6 @@ from tests.device import skip_unless_cpu
 from tests.unit.engine.harness import prompts, running
 
 MEASURED = {1: 0.010, 2: 0.011, 4: 0.013, 8: 0.017, 16: 0.025}
-
-
-class DrafterOf(NamedTuple):
-    domain: str
-    version: int
 
 
 def test_cost_model_slows_down_with_the_machine():
