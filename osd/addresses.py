@@ -27,7 +27,7 @@ def plain(name: str) -> str:
 
 
 def uses_proxies(url: str) -> bool:
-    """Return whether a client of ``url`` follows the proxy variables of the environment: not to this machine itself."""
+    """Return whether a client of ``url`` follows the proxy variables of the environment; False for a loopback host."""
     host = host_of(url)
     return host is None or not is_loopback(host)
 

@@ -95,8 +95,8 @@ class RemoteWorkers:
         """Stop the group, see ``DomainWorkers.stop``."""
         self._order(stopped=True)
 
-    def end(self) -> None:
-        """Mark the group as dead."""
+    def mark_dead(self) -> None:
+        """Mark the group as dead; its processes are not ended."""
         with self._changed:
             self._reported_at = -_DEAD_SECONDS
             self._changed.notify_all()

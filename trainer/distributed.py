@@ -58,7 +58,7 @@ class DistributedTrainer(Trainer):
         with self._lock:
             before = self._group
             if before is not None:
-                before.end()
+                before.mark_dead()
                 if not self._failure_reported:
                     self._failure = "a process of the group died"
             orders = Orders(before.orders.group + 1 if before else 0, 0, self._paused, self._stop.is_set())

@@ -98,9 +98,9 @@ class SlowdownMeter:
 class Investor:
     """Account of one domain: keeps its fund and decides on the next slice of training.
 
-    A CPU second costs ``trainer.price`` while requests run, and ``trainer.price_idle`` otherwise. Until a replica
-    reports its work, training runs without a decision. Changed decisions are reported, and the current decision once a
-    minute.
+    The fund pays ``trainer.price`` core seconds for each CPU second while requests run, and ``trainer.price_idle``
+    otherwise. Until a replica reports its work, training runs without a decision. Changed decisions are reported, and
+    the current decision once a minute.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Investor:
         return forecast(self._reporter.fund, learner.log_gain, self._rate)
 
     def charge_swap(self) -> None:
-        """Charge the swap of a version in all replicas."""
+        """Charge the core seconds that all replicas need to take up a version, at the current price."""
         self._reporter.fund.learn(0.0, 0.0, self._price * self._uptake)
         self._reporter.cost.charge(lost=self._uptake)
 

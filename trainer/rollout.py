@@ -189,7 +189,8 @@ class Promotion:
 
     Attributes:
         stable: the version that candidates are compared with; 0 before the pointer was read.
-        parent: the version that it was trained from; None for the first version, and where the manifest names none.
+        parent: the version that ``stable`` was trained from; None if ``stable`` is the first version, or if its
+            manifest names no parent.
         watch: the trial of the canary.
     """
 
@@ -351,10 +352,13 @@ class Promotion:
         return judgement
 
     def take_back(self, effect: Effect) -> None:
-        """Put the parent of the stable version in service again, as the ``effect`` of the stable version is a loss.
+        """Put the parent of the stable version in service again, because the stable version is slower.
 
-        Nothing happens if an operator has pinned the version, another process has moved the pointer, or the parent has
-        been removed.
+        Nothing happens if an operator has pinned the version, another process has moved the pointer, or the parent is
+        unknown or removed.
+
+        Args:
+            effect: measured loss of the stable version over its parent, for the event and the log.
 
         Raises:
             redis.exceptions.RedisError: Redis is down; the pointer was not moved.

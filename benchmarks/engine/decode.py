@@ -45,7 +45,7 @@ def decode(
     draft: Draft = "registry",
     prompts: Prompts = "unittest",
     streams: Parallel = 1,
-    waves: Annotated[int, typer.Option(min=1, help="Waves of --streams prompts in each way.")] = 9,
+    waves: Annotated[int, typer.Option(min=1, help="Waves of --streams prompts, plain and speculative each.")] = 9,
     tokens: Tokens = 96,
     growth: Annotated[
         str | None, typer.Option(help="Sets growth.kind; set its parameters with --set.", metavar="KIND")
@@ -58,7 +58,7 @@ def decode(
             "--synthetic-acceptance",
             min=0,
             max=1,
-            help="Accept this share of every draft and ignore the target's verdict.",
+            help="Accept this share of the longest path of every draft and ignore the target's verdict.",
         ),
     ] = None,
     json_file: Json = None,
@@ -67,8 +67,8 @@ def decode(
 ) -> None:
     """Compare speculative with plain decoding on one engine.
 
-    Standard output gets a line of JSON for each wave and one with all figures, standard error the table. Drafts have
-    the largest size that the growth policy allows.
+    Standard output gets a line of JSON for each wave, and a last line with all figures. Standard error gets the table.
+    Every draft has the largest size that the growth policy allows.
     """
     chosen = [f"growth.kind={growth}"] if growth else []
     chosen += [f"verification={rule}"] if rule else []
@@ -208,7 +208,7 @@ class DrafterCalls:
 
     @classmethod
     def of(cls, drafter: Drafter) -> DrafterCalls:
-        """Return counters of all sessions that ``drafter`` opens from now on."""
+        """Return counters of all sessions that ``drafter`` opens from now on; its method ``session`` is replaced."""
         calls = cls()
         calls.count(drafter)
         return calls

@@ -77,7 +77,7 @@ class ServicePass:
 
     @property
     def tokens_per_cpu_second(self) -> float:
-        """Tokens per CPU second of all processes, with training."""
+        """Completion tokens per CPU second of all processes of the service, with training and without the clients."""
         return self.end.tokens / self.cpu_seconds
 
     @property

@@ -102,10 +102,10 @@ def peers(
         with engines.running(engine):
             say(f"serving {after} prompts")
             serve(engine, token_ids[:after], tokens)
-            timed = time_prompts(engine, token_ids[after : after + unseen], tokens)
-            if not timed:
+            answered = answer_prompts(engine, token_ids[after : after + unseen], tokens)
+            if not answered:
                 fail(f"--prompts: none of {unseen} answers is long enough to be timed")
-            rows = measure(entries, models, home, engine_runner(engine), timed, turns)
+            rows = measure(entries, models, home, engine_runner(engine), answered, turns)
     about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
     figures = {**about, "after": after, "turns": turns, "peers": [asdict(row) for row in rows]}
     conclude([table(rows)], figures, json_file)
@@ -131,11 +131,11 @@ class PeerResult:
 
 
 @dataclass(frozen=True)
-class TimedPrompt:
-    """Prompt with the length of the target's answer, up to the limit."""
+class AnsweredPrompt:
+    """Prompt with the ``length`` of the target's answer in tokens."""
 
     prompt: tuple[int, ...]
-    answer: int
+    length: int
 
 
 EngineRunner = Callable[[Sequence[Sequence[int]], int, bool], tuple[float, list[list[int]]]]
@@ -162,17 +162,18 @@ def serve(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> No
         decode(engine, [Request(f"served-{number}", prompt, tokens, SamplingParams(temperature=0))])
 
 
-def time_prompts(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[TimedPrompt]:
-    """Return prompts with the lengths of our plain greedy answers of 8 to ``tokens`` tokens; drop shorter answers.
+def answer_prompts(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[AnsweredPrompt]:
+    """Answer prompts plainly and greedily with our engine, and return them with the lengths of their answers.
 
-    Text after the end of an answer repeats itself and would favour engines that copy.
+    An answer ends after at most ``tokens`` tokens. Prompts with answers of fewer than 8 tokens are left out. No engine
+    is measured beyond these lengths: text after the end of an answer repeats itself, which favours engines that copy.
     """
     greedy = SamplingParams(temperature=0)
-    timed = []
+    answered = []
     for number, prompt in enumerate(prompts):
         _, (answer,) = decode(engine, [Request(str(number), prompt, tokens, greedy, speculate=False, capture=False)])
-        timed.append(TimedPrompt(prompt, len(answer)))
-    return [prompt for prompt in timed if prompt.answer >= _SHORTEST]
+        answered.append(AnsweredPrompt(prompt, len(answer)))
+    return [prompt for prompt in answered if prompt.length >= _SHORTEST]
 
 
 def measure(
@@ -180,7 +181,7 @@ def measure(
     models: PeerModels,
     home: Path,
     run: EngineRunner,
-    prompts: Sequence[TimedPrompt],
+    prompts: Sequence[AnsweredPrompt],
     turns: int,
 ) -> list[PeerResult]:
     """Return a result for each peer, with a problem if the peer failed.
@@ -205,13 +206,13 @@ def measure(
 
 
 def compare(
-    name: str, worker: WorkerProcess, run: EngineRunner, prompts: Sequence[TimedPrompt], streams: int, turns: int
+    name: str, worker: WorkerProcess, run: EngineRunner, prompts: Sequence[AnsweredPrompt], streams: int, turns: int
 ) -> PeerResult:
     """Let a peer and both ways of our engine decode the same prompts in turns."""
 
     def of_turn(decode: EngineRunner, speculate: bool, way: str, turn: int) -> tuple[float, list[list[int]]]:
         batch = [prompts[(turn * streams + n) % len(prompts)] for n in range(streams)]
-        tokens = min(prompt.answer for prompt in batch)
+        tokens = min(prompt.length for prompt in batch)
         seconds, ids = decode([prompt.prompt for prompt in batch], tokens, speculate)
         if [len(row) for row in ids] != [tokens] * streams:
             raise PeerError(f"{way} decoded {[len(row) for row in ids]} tokens, not {tokens} of each prompt")

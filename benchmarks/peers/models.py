@@ -20,7 +20,10 @@ def write_drafter(drafter: LanguageModel, dtype: str, directory: Path) -> Path:
 
 
 def write_first_layers(source: Path, layers: int, file: Path) -> Path:
-    """Write the first ``layers`` layers of a GGUF model with its embedding and head, quantised as before."""
+    """Write the first ``layers`` layers of a GGUF model with its embedding and head, and return ``file``.
+
+    All tensors keep the quantisation of ``source``.
+    """
     reader = gguf.GGUFReader(source)
     architecture = str(reader.fields["general.architecture"].contents())
     writer = gguf.GGUFWriter(file, architecture)

@@ -46,9 +46,10 @@ def http(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure what HTTP, Ray and JSON add to the engine's time.
+    """Measure the tokens per second and the delay of the first token that HTTP, Ray and JSON cost.
 
-    Both sides decode plainly, greedily and past the end of answers, so that they do the same work.
+    The same requests go to a service over HTTP, and without HTTP to an engine in this process. Both decode plainly,
+    greedily and past the end of answers, so that they do the same work.
     """
     settings = settings_of(config, [*(overrides or []), *_PLAIN])
     check_files(json_file)

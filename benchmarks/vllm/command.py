@@ -16,7 +16,7 @@ from benchmarks.learning.drafters import LearningRun
 from benchmarks.learning.experiment import open_experiment
 from benchmarks.learning.ways import OFFLINE
 from benchmarks.options import Most, Tokens
-from benchmarks.peers.measure import time_prompts
+from benchmarks.peers.measure import answer_prompts
 from benchmarks.peers.roster import LOOKUP, PeerModels
 from benchmarks.vllm import exports
 from benchmarks.vllm import recall as recalling
@@ -104,14 +104,14 @@ def _recall(
     token_ids = encode_short(engine.tokenizer, texts, settings.engine.context - tokens, stream, after + prompts)
     with running(engine):
         learnt = recalling.serve_stream(engine, token_ids[:after], tokens)
-        timed, engine_answers = recalling.measure_engine(engine, token_ids[after : after + prompts], tokens)
-        if not timed:
+        answered, engine_answers = recalling.measure_engine(engine, token_ids[after : after + prompts], tokens)
+        if not answered:
             fail(f"--prompts: none of {prompts} answers is long enough to be measured")
     models = _models(settings, directory, recalling.BATCH)
     with tempfile.TemporaryDirectory() as scratch:
-        vllm_answers = recalling.measure_vllm(models, settings.home_dir, Path(scratch), learnt, timed)
+        vllm_answers = recalling.measure_vllm(models, settings.home_dir, Path(scratch), learnt, answered)
         results = recalling.rows(engine_answers, vllm_answers)
-    return results, len(timed), recalling.share_of_ours(results)
+    return results, len(answered), recalling.share_of_ours(results)
 
 
 def _exports(
@@ -134,19 +134,19 @@ def _exports(
             drafters[kind] = trainable(drafter)
         exported = {kind: exports.export(drafter, directory, Path(scratch, kind)) for kind, drafter in drafters.items()}
         unseen = [tuple(trace.prompt_ids.numpy().tolist()) for trace in recorded.unseen]
-        timed, engine_answers = [], {}
+        answered, engine_answers = [], {}
         for kind, drafter in drafters.items():
             engine = engine_with(_exact_settings(settings, exported[kind].depth), directory, drafter)
             with running(engine):
-                timed = timed or time_prompts(engine, unseen, tokens)
-                if not timed:
+                answered = answered or answer_prompts(engine, unseen, tokens)
+                if not answered:
                     fail(f"--prompts: none of {prompts} answers is long enough to be measured")
-                say(f"{exports.engine_way(kind)}: {len(timed)} prompts")
-                engine_answers[kind] = exports.measure_engine(engine, timed)
+                say(f"{exports.engine_way(kind)}: {len(answered)} prompts")
+                engine_answers[kind] = exports.measure_engine(engine, answered)
         models = _models(_exact_settings(settings, LOOKUP), directory, 1)
         Path(scratch, "path").mkdir()
-        vllm_answers = exports.measure_vllm(models, settings.home_dir, Path(scratch, "path"), exported, timed)
-        return exports.rows(engine_answers, vllm_answers), len(timed)
+        vllm_answers = exports.measure_vllm(models, settings.home_dir, Path(scratch, "path"), exported, answered)
+        return exports.rows(engine_answers, vllm_answers), len(answered)
 
 
 def _chains(depth: int) -> ChainSettings:

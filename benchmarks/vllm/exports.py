@@ -13,7 +13,7 @@ from torch import Tensor
 import osd
 from benchmarks.engines import BenchError
 from benchmarks.peers.environments import PeerError, last_error
-from benchmarks.peers.measure import TimedPrompt
+from benchmarks.peers.measure import AnsweredPrompt
 from benchmarks.peers.roster import LOOKUP, PeerModels
 from benchmarks.streams import answers_of
 from benchmarks.vllm.recall import PLAIN, VllmResult, WayAnswers
@@ -95,12 +95,12 @@ def _random_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def measure_engine(engine: Engine, prompts: Sequence[TimedPrompt]) -> WayAnswers:
+def measure_engine(engine: Engine, prompts: Sequence[AnsweredPrompt]) -> WayAnswers:
     """Answer the prompts with our engine, one at a time."""
     answers, seconds, counts = [], [], SpeculationCounts()
     greedy = SamplingParams(temperature=0)
     for number, prompt in enumerate(prompts):
-        request = Request(str(number), prompt.prompt, prompt.answer, greedy, ignore_eos=True, capture=False)
+        request = Request(str(number), prompt.prompt, prompt.length, greedy, ignore_eos=True, capture=False)
         start = time.perf_counter()
         (answer,) = answers_of(engine, [request]).values()
         seconds.append(time.perf_counter() - start)
@@ -114,7 +114,7 @@ def measure_vllm(
     home: Path,
     scratch: Path,
     exports: Mapping[str, ExportedDrafter],
-    prompts: Sequence[TimedPrompt],
+    prompts: Sequence[AnsweredPrompt],
 ) -> dict[str, WayAnswers]:
     """Answer the prompts with vLLM servers, one after another: alone, with each export, and following a registry.
 
@@ -129,10 +129,10 @@ def measure_vllm(
     answers_by_way = {}
 
     def measure(way: str, server: VllmServer) -> None:
-        server.complete(prompts[0].prompt, prompts[0].answer)  # warm-up
+        server.complete(prompts[0].prompt, prompts[0].length)  # warm-up
         before = server.counts()
         say(f"{way}: {len(prompts)} prompts")
-        results = [server.complete(prompt.prompt, prompt.answer) for prompt in prompts]
+        results = [server.complete(prompt.prompt, prompt.length) for prompt in prompts]
         after = server.counts()
         seconds, answers = [elapsed for elapsed, _ in results], [ids for _, ids in results]
         drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
@@ -146,7 +146,7 @@ def measure_vllm(
         say(f"{swapped_way(name)}: starting")
         follows = environment | {"PYTHONPATH": str(scratch), "OSD_VLLM_REGISTRY": str(drafter.registry)}
         with VllmServer(python, models, follows, drafter.first, FOLLOWING) as server:
-            server.complete(prompts[0].prompt, prompts[0].answer)
+            server.complete(prompts[0].prompt, prompts[0].length)
             drafter.activate(2)
             await_version(server, 2)
             measure(swapped_way(name), server)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import osd
-from benchmarks.peers.measure import TimedPrompt
+from benchmarks.peers.measure import AnsweredPrompt
 from benchmarks.peers.roster import PeerModels, vllm
 from benchmarks.peers.worker_process import WorkerProcess, command
 from benchmarks.streams import answers_of, decode
@@ -70,9 +70,9 @@ class WayAnswers:
         return VllmResult(way, self.version, median(rates), median(ratios), self.drafted, self.accepted, rounds, same)
 
 
-def serve_stream(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[TimedPrompt]:
+def serve_stream(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int) -> list[AnsweredPrompt]:
     """Answer the stream with our engine, which learns it, and return the prompts with the answers' lengths."""
-    timed = []
+    answered = []
     for first in range(0, len(prompts), BATCH):
         say(f"{OURS}: {first} of {len(prompts)} requests of the stream")
         requests = [
@@ -81,31 +81,31 @@ def serve_stream(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int
         ]
         _, answers = decode(engine, requests)
         lengths = map(len, answers)
-        timed += [TimedPrompt(request.prompt_ids, size) for request, size in zip(requests, lengths, strict=True)]
-    return timed
+        answered += [AnsweredPrompt(request.prompt_ids, size) for request, size in zip(requests, lengths, strict=True)]
+    return answered
 
 
 def measure_engine(
     engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int
-) -> tuple[list[TimedPrompt], WayAnswers]:
+) -> tuple[list[AnsweredPrompt], WayAnswers]:
     """Answer the unseen prompts one at a time with our engine; return the prompts with answers of at least 8 tokens.
 
     The engine continues to learn, like vLLM.
     """
-    timed, answers, seconds, counts = [], [], [], SpeculationCounts()
+    answered, answers, seconds, counts = [], [], [], SpeculationCounts()
     for number, prompt in enumerate(prompts):
         start = time.perf_counter()
         (answer,) = answers_of(engine, [Request(f"unseen-{number}", prompt, tokens, _GREEDY, capture=True)]).values()
         if len(answer.tokens) >= _SHORTEST:
             seconds.append(time.perf_counter() - start)
-            timed.append(TimedPrompt(prompt, len(answer.tokens)))
+            answered.append(AnsweredPrompt(prompt, len(answer.tokens)))
             answers.append(answer.tokens)
             counts.add(answer.counts)
-    return timed, WayAnswers(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
+    return answered, WayAnswers(f"osd {osd.__version__}", answers, seconds, counts.drafted, counts.accepted)
 
 
 def measure_vllm(
-    models: PeerModels, home: Path, scratch: Path, stream: Sequence[TimedPrompt], prompts: Sequence[TimedPrompt]
+    models: PeerModels, home: Path, scratch: Path, stream: Sequence[AnsweredPrompt], prompts: Sequence[AnsweredPrompt]
 ) -> dict[str, WayAnswers]:
     """Answer the unseen prompts in each of ``WAYS``, each in a new vLLM process; recall learns ``stream`` before.
 
@@ -126,10 +126,10 @@ def measure_vllm(
                 say(f"{way}: serving {len(stream)} requests of the stream")
                 for first in range(0, len(stream), BATCH):
                     part = stream[first : first + BATCH]
-                    worker.decode([prompt.prompt for prompt in part], [prompt.answer for prompt in part])
+                    worker.decode([prompt.prompt for prompt in part], [prompt.length for prompt in part])
             before = worker.counts()
             say(f"{way}: {len(prompts)} unseen prompts")
-            results = [worker.decode([prompt.prompt], prompt.answer) for prompt in prompts]
+            results = [worker.decode([prompt.prompt], prompt.length) for prompt in prompts]
             after = worker.counts()
         seconds, answers = [elapsed for elapsed, _ in results], [ids for _, (ids,) in results]
         drafted, accepted = (after[name] - before[name] for name in ("drafted", "accepted"))

@@ -61,11 +61,12 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         domain: the domain of the request.
         target: the source of the model that answered.
         temperature: sampling setting of the request, like ``top_k`` and ``top_p``.
-        chat: the prompt of a chat request as the JSON of a ``Chat``, else empty.
-        text: the prompt of a completion request as the JSON of a string or of a list of token ids, else empty.
+        chat: the prompt of a chat request as the JSON of a ``Chat``; empty for a completion request.
+        text: the prompt of a completion request as the JSON of a string or of a list of token ids; empty for a chat
+            request.
         answer: the text as clients see it.
         calls: the function calls in the answer.
-        ended: whether the model itself ended the answer.
+        ended: whether the model itself ended the answer, and not a stop string or the limit on tokens.
     """
 
     format: int = FORMAT

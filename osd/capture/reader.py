@@ -113,7 +113,8 @@ class StreamReader(Generic[Kind]):
         """Return the available records, or wait for the first one.
 
         Args:
-            max_records: the maximum number of records; with more streams than that, one record per stream.
+            max_records: the maximum number of records. With more streams than ``max_records``, the limit is one record
+                of each stream.
             block_ms: the maximum time to wait for the first record, in milliseconds.
 
         Returns:

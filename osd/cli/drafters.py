@@ -68,7 +68,10 @@ def rollback(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Put an earlier version of the configured domain in service and end its canary, within a second."""
+    """Put an earlier version of the configured domain in service and end its canary.
+
+    Replicas follow within a second. The trainer may put newer versions in service later, unless the domain is pinned.
+    """
     with _rollouts(config, overrides) as (rollouts, actor, domain):
         moved = rollouts.rollback(actor, domain, version)
     typer.echo(f"{domain}: version {moved.version} is in service; the previous version was {moved.previous}")

@@ -18,7 +18,7 @@ _GIGA = 1e9
 
 
 def work_table(runs: Mapping[str, SimulationResult]) -> Table:
-    """Return the work of all replicas for each way of drafting."""
+    """Return the table of requests, tokens and busy time of all replicas, with a column for each way of drafting."""
     table = Table("same traffic", ("", *WAYS), [])
     for name, value in {
         "requests answered": lambda run: f"{run.work.answered:.0f}",
@@ -35,7 +35,7 @@ def work_table(runs: Mapping[str, SimulationResult]) -> Table:
 
 
 def training_table(run: SimulationResult) -> Table:
-    """Return the data written, read and pulled, and the training."""
+    """Return the table of trace data written and read, of version data pulled by nodes, and of the training."""
     captured, hours = run.captured, run.seconds / 3600
     offered = captured.records + captured.over_budget
     spread = [version.everywhere - version.made for version in run.versions]

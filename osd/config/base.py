@@ -62,14 +62,15 @@ class _KindValidator(BeforeValidator):
 
 
 def of_kind(kinds: Mapping[str, type[Any]], default: str) -> BeforeValidator:
-    """Return the validator of a union of settings classes.
+    """Return the validator that chooses a class of a union of settings classes by ``kind``.
 
     Args:
         kinds: the classes by kind.
         default: the kind of a value without ``kind``.
 
     Returns:
-        A validator to annotate the union with. Its errors name the key without the kind.
+        A validator to annotate the union with. Its errors name a key as users write it, such as ``drafter.heads``,
+        without the chosen kind.
     """
 
     def validate(value: Any) -> Any:

@@ -98,7 +98,7 @@ class Drafter(ABC):
         """Return a session that drafts with a copy of the current weights."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors of a version, without those of the target."""
+        """Return the tensors that a version stores, by name; tensors of the target are left out."""
         return {}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:

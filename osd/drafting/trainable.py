@@ -198,13 +198,16 @@ class Trainable(Drafter, nn.Module):
 
     @abstractmethod
     def unroll(self, batch: Batch, depth: int, drafted: Tensor | None = None) -> list[Tensor]:
-        """Return the logits [N, draft vocabulary] of up to ``depth`` steps, computed like the steps of a draft.
+        """Return the logits [N, draft vocabulary] of the steps of a draft, for the N places of a batch.
 
-        Entry d predicts ``place`` from every token before it, and from the target's hidden states up to
-        ``place - 2 - d`` only. Rows with ``place < d + 2`` are arbitrary. There are at most ``levels`` entries.
+        Entry d = 0, 1, ... predicts the token at ``batch.place`` from every token before it, and from the target's
+        hidden states up to ``batch.place - 2 - d`` only. Rows with ``batch.place < d + 2`` are arbitrary.
 
-        ``drafted`` [B, L] are the tokens that later steps read as the draft before ``place``, None for those of the
-        batch. A token that differs from the batch's is not context for other positions.
+        Args:
+            batch: sequences and places; ``Batch`` explains N, B and L.
+            depth: number of steps, and of entries; at most ``levels`` entries are returned.
+            drafted: [B, L] tokens that later steps read as the draft before a place; None for the tokens of the batch.
+                If a drafted token differs from the batch's token, only the draft with this token reads it.
         """
 
     def drafted_states(self, batch: Batch, fed: Tensor, depth: int) -> list[Tensor]:

@@ -184,7 +184,10 @@ class Calls:
 
 
 def at_level(names: Sequence[str], level: int) -> str:
-    """Return the name of a level's calls; deeper levels share the last name."""
+    """Return the name of a drafter's calls for the nodes at depth ``level`` of the draft tree.
+
+    ``names`` are the names for depth 0, 1, 2, ...; larger depths share the last name.
+    """
     return names[min(level, len(names) - 1)]
 
 

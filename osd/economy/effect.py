@@ -6,10 +6,10 @@ in each step, over the time taken:
 
     S = sum [P(n, p) + (k / n - 1) P(n, 0)] / sum T
 
-T are the seconds of a step, n its streams, p its rows of prompts and k its tokens. Tokens are counted. Seconds are
-modelled by two factors: the cost of a step by its streams and prompt rows, and the speed of the machine around each
-trial. Blocks of plain decoding have more streams and more prompts per token than the steps around them: a comparison of
-tokens per second would be biased.
+T are the seconds of a step, n its streams (sequences that draw a token), p its rows of prompts and k its tokens.
+Tokens are counted. Seconds are modelled by two factors: the cost of a step by its streams and prompt rows, and the
+speed of the machine around each trial. Blocks of plain decoding have more streams and more prompts per token than the
+steps around them: a comparison of tokens per second would be biased.
 
 Switchback experiments: Bojinov, Simchi-Levi and Zhao, "Design and analysis of switchback experiments", Management
 Science 69(7), 2023; Hu and Wager, "Switchback experiments under geometric mixing", arXiv 2209.00197.
@@ -183,16 +183,23 @@ def bounds(log: float | None, width: float | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PlainCosts:
-    """``seconds`` [3] of a plain step, of each stream and of each prompt row, on a machine of average speed."""
+    """Costs of plain decoding on a machine of average speed.
+
+    Attributes:
+        seconds: [3] seconds of a plain step, of each of its streams and of each of its prompt rows.
+    """
 
     seconds: np.ndarray
 
     def unpaired_log(self, drafted: Totals) -> float:
-        """Return the logarithm of the speed-up in ``drafted`` steps, if the machine has its average speed."""
+        """Return the natural logarithm of the speed-up over plain decoding in the steps that ``drafted`` sums.
+
+        No plain steps around the same time are used: the machine is assumed to have its average speed.
+        """
         return _log(self.seconds @ drafted.work, drafted.seconds)
 
     def trial_log(self, trial: Trial, plain_inside: bool) -> float:
-        """Return the logarithm of the speed-up that a single trial measured."""
+        """Return the natural logarithm of the speed-up that a single trial measured."""
         plain, drafted = (trial.inside, trial.around) if plain_inside else (trial.around, trial.inside)
         slower = _log(
             plain.seconds, self.seconds @ np.array(plain.covariates)[_PLAIN]

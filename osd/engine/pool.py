@@ -88,8 +88,9 @@ class DrafterPool:
     """Drafters of all domains, which share each forward of the target.
 
     The default domain always has drafters. They also serve requests of other domains without drafters; each tenant has
-    its own recall tables then. Drafters of different domains may be of different kinds. The engine's thread chooses
-    drafters. Any thread may change them; these methods take ``changed`` themselves and wake the engine.
+    its own recall tables then. Drafters of different domains may be of different kinds. Only the engine's thread
+    chooses drafters. Any thread may call the methods that change them: these take the lock ``changed`` and wake the
+    engine.
 
     Attributes:
         domain: default domain.
@@ -124,7 +125,7 @@ class DrafterPool:
         return self.domains[self.domain].stable
 
     def memories(self, domain: str) -> Memories:
-        """Return the recall memories of a domain's drafters."""
+        """Return the recall memories of a domain; the first call for a domain creates them, empty."""
         return self._factory.tables.of(domain)
 
     def all_memories(self) -> dict[str, Memories]:

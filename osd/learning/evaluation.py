@@ -102,16 +102,17 @@ class GateFigures:
 
     Attributes:
         positions: number of evaluated completion positions.
-        per_depth: expected acceptance at each depth of a chain, the mean of sum_v min(p, q) over positions. It is a
-            lower bound, because only the kept ids count. A depth without positions has 0.
-        divergence: mean divergence at depth 0, in nats or as total variation.
+        per_depth: expected acceptance at each depth of a chain: the mean over positions of sum_v min(p(v), q(v)), with
+            p of the target and q of the drafter. It is a lower bound, because only the ids v in the trace count. A
+            depth without positions has 0.
+        divergence: mean divergence at depth 0, in the unit of ``trainer.divergence``: nats or total variation.
         overlaps: [positions] the expected acceptance of each position, averaged over its depths and multiplied by its
             weight.
         groups: [positions] index of the sequence of each position.
         weight: mean weight of the positions; with recall, the share of positions that recall does not predict.
         trace_weight: [positions] number of positions of the traffic that each position represents, used in all means;
             None when all traffic was captured.
-        kept_per_depth: the means of ``Scores.kept``; equal to ``per_depth`` when there are no greedy requests.
+        kept_per_depth: mean of ``Scores.kept`` at each depth; equal to ``per_depth`` without greedy requests.
     """
 
     positions: int
@@ -147,7 +148,7 @@ class GateFigures:
         return length_of(1 - self.weight + self.weight * alpha for alpha in self.kept_per_depth)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures as JSON values, for manifests, events and logs."""
+        """Return the figures without the tensors, as JSON values for manifests, events and logs."""
         return {
             "positions": self.positions,
             "acceptance": round(self.acceptance, 4),

@@ -158,8 +158,8 @@ class PairedTest:
 
     If the first side is not better, each difference has a mean of at most 0 given the earlier ones. Then the expected
     wealth of a gambler who bets a share b on each difference, ``prod(1 + b d)``, never grows. The same holds for the
-    mean wealth over several b, which is an e-value. By Ville's inequality it ever reaches 1 / 0.05 with a probability
-    of at most 0.05. So the result may be checked after each pair.
+    mean wealth over several b, which is an e-value. By Ville's inequality the mean wealth ever reaches 1 / 0.05 with a
+    probability of at most 0.05. So the result may be checked after each pair. The same holds for the second side.
 
     Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024 (arXiv 2010.09686).
     """
@@ -174,7 +174,10 @@ class PairedTest:
 
     @property
     def better(self) -> Literal["first", "second"] | None:
-        """Side that is better; None while the test is not clear, or when differences are NaN."""
+        """Side that is better; None while the test is not clear, or when differences are NaN.
+
+        The first side that the test names is the result: after more pairs the test may be unclear again.
+        """
         evidence = np.exp(self._wealth).mean(1)
         if evidence[0] >= 1 / ERROR:
             return "first"

@@ -104,7 +104,15 @@ class _AnswerReader:
         self._id, self._choices = "", dict[int, UpstreamChoice]()
 
     def add(self, data: bytes, key: str) -> None:
-        """Add a JSON object whose choices have a message, or a part of a message, under ``key``."""
+        """Add a JSON object: a complete answer, or an event with a part of the answer.
+
+        Args:
+            data: the JSON object.
+            key: field of each choice that holds the message or the part of it.
+
+        Raises:
+            AnswerError: the data is invalid or an error.
+        """
         try:
             check_nesting(data)
             content = msgspec.json.decode(data)

@@ -131,7 +131,9 @@ def commit_of(directory: Path) -> str | None:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a resolved target, with a plain chat template if it has none.
+    """Return the tokenizer in a directory that ``resolve`` returned.
+
+    A tokenizer without a chat template gets a template that writes each message as ``Role: content``.
 
     Raises:
         TargetError: the directory holds no usable tokenizer.

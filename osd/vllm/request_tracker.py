@@ -45,10 +45,11 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """Running requests, at most ``most``, with texts of at most ``budget`` bytes.
+    """Running requests, at most ``most``; their texts have at most ``budget`` bytes together.
 
-    A row belongs to the request whose text equals the row before its new tokens; the previous request of the row is
-    tried first. A row without a match is a new request. A request without a row for 64 calls has ended. If all places
+    vLLM calls the proposer once per batch. In each call ``begin`` comes first, then ``of`` for each row. A row belongs
+    to the request whose text equals the tokens of the row before its new tokens; the previous request of the row is
+    tried first. A row without a match is a new request. A request without a row in 64 calls has ended. If all places
     are taken, the request that was not seen for longest ends. A text that outgrows its room keeps its last half.
     """
 
@@ -67,14 +68,14 @@ class RequestTracker:
         return self._used
 
     def begin(self) -> None:
-        """Start a call, in which each request has at most one row."""
+        """Start the call for a batch, in which each request has at most one row; remove requests that have ended."""
         self._call += 1
         if self._call % _PATIENCE == 0:
             for request in [request for request in self._all if request.seen <= self._call - _PATIENCE]:
                 self._close(request)
 
     def of(self, index: int, row: NDArray[np.int32], before: int, new: int) -> TrackedRequest:
-        """Return the request of a row, without its new tokens in the text.
+        """Return the request of a row, tracked before or new; the caller appends the new tokens to its text.
 
         Args:
             index: index of the row in the batch.

@@ -22,7 +22,10 @@ Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Function(Body):
-    """Function that the model may call. Required calls always follow ``parameters``, with or without ``strict``."""
+    """Function that the model may call.
+
+    The arguments of calls that ``tool_choice`` requires always match ``parameters``, with or without ``strict``.
+    """
 
     name: Name
     description: str | None = None
@@ -31,7 +34,7 @@ class Function(Body):
 
     @property
     def template(self) -> dict[str, Any]:
-        """Function in the format of chat templates."""
+        """Fields ``name``, ``description`` and ``parameters`` for a chat template, without the ``type`` of a tool."""
         described = {} if self.description is None else {"description": self.description}
         return {"name": self.name, **described, "parameters": self.arguments}
 

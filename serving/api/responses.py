@@ -19,6 +19,7 @@ from serving.http import sse
 from serving.http.errors import ApiError
 
 Updates = AsyncIterator[tuple[int, Update]]
+"""Updates of the engine with the index of their choice."""
 
 Texts = Callable[[list[int]], Awaitable[list[TokenText]]]
 """Function that returns the text of each token id."""
@@ -278,7 +279,7 @@ class ResponseBuilder:
 
 
 async def collect(builder: ResponseBuilder, updates: Updates) -> dict[str, Any]:
-    """Wait for all choices and return the complete response."""
+    """Return the complete response after all choices have ended; raise the error of ``updates``."""
     texts: list[list[str]] = [[] for _ in range(builder.choices)]
     reasons: list[FinishReason | None] = [None] * builder.choices
     logprobs: list[list[TokenLogprobs]] = [[] for _ in range(builder.choices)]

@@ -117,7 +117,12 @@ class Uptake:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, seconds: float, versions: int = 1) -> None:
-        """Count versions that took ``seconds`` CPU seconds to read, check and stage, 0 for references of others."""
+        """Add the cost of taking up versions.
+
+        Args:
+            seconds: CPU seconds that reading, checking and staging took.
+            versions: number of new versions; 0 for a reference, whose seconds count for the version that it measures.
+        """
         with self._lock:
             self._versions += versions
             self._seconds += seconds

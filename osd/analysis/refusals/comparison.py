@@ -107,7 +107,7 @@ class WayComparison:
         way: name of the way of decoding.
         greedy: number of greedy answers.
         differences: differences of greedy answers.
-        ties: differences with a gap so small that rounding explains them.
+        ties: number of differences whose ``gap`` is so small that rounding explains them.
         greedy_flips: greedy answers with another label.
         pairs: pairs of sampled answers; None without sampled answers, and for plain decoding itself.
         rates: shares of labels in each group of prompts. They count the sampled answers if there are any, otherwise
@@ -144,7 +144,7 @@ class WayComparison:
             yield f"{self.way}: {change}, of {self.pairs.pairs} (p = {self.pairs.p_flips:.2g})"
 
     def figures(self) -> dict[str, Any]:
-        """Return all fields, and the sentences of ``broken`` as a list, for JSON."""
+        """Return all fields and the sentences of the property ``broken`` as JSON values."""
         return {**asdict(self), "broken": list(self.broken)}
 
 

@@ -70,10 +70,10 @@ class DividedTarget(SlotModel):
             return super().forward(rows, wanted, layers, states)
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
-        """Store keys and values in all processes, see ``SlotModel.fill``.
+        """Store the keys and values of ``layers``, computed from ``states`` [R, hidden] of ``rows``, in all processes.
 
         Raises:
-            TargetLostError: the call failed in one of the processes.
+            TargetLostError: one of the processes, this process included, failed or ended.
         """
         message = messages.FillRequest(RowsMessage.of(rows), layers.start, layers.stop, DeviceTensor.of(states))
         with self._ranks.together(message, *_follows(rows), states):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engines import find_drafter
 from benchmarks.peers import environments
 from benchmarks.peers.environments import PeerEnvironment, PeerError, ggml_flags, last_error
-from benchmarks.peers.measure import TimedPrompt, compare, measure
+from benchmarks.peers.measure import AnsweredPrompt, compare, measure
 from benchmarks.peers.models import write_drafter, write_first_layers
 from benchmarks.peers.roster import PEERS, PeerEntry, PeerModels
 from benchmarks.peers.worker_process import WorkerProcess, command
@@ -45,7 +45,7 @@ class Fake:
 """
 
 
-PROMPTS = [TimedPrompt((1, 2), 5), TimedPrompt((7,), 9)]
+PROMPTS = [AnsweredPrompt((1, 2), 5), AnsweredPrompt((7,), 9)]
 
 
 def run(prompts: list[list[int]], tokens: int, speculate: bool) -> tuple[float, list[list[int]]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.measure import TimedPrompt
+from benchmarks.peers.measure import AnsweredPrompt
 from benchmarks.peers.roster import PeerModels
 from benchmarks.vllm import recall as bench
 from osd.config import ChainSettings
@@ -38,8 +38,8 @@ def test_vllm_ways_answer_the_same_prompts(worker: list[str], tmp_path: Path, mo
     monkeypatch.setattr(bench, "command", lambda python, name: worker)
     monkeypatch.setattr(bench, "installed", lambda *given: (Path(sys.executable), {}))
     models = PeerModels(tmp_path, "float32", 64, 1, bench.BATCH, None, tmp_path, None)
-    timed = [TimedPrompt((1, 2), 10), TimedPrompt((7,), 12)]
-    answers = bench.measure_vllm(models, tmp_path, scratch, [TimedPrompt((3,), 5)] * 20, timed)
+    answered = [AnsweredPrompt((1, 2), 10), AnsweredPrompt((7,), 12)]
+    answers = bench.measure_vllm(models, tmp_path, scratch, [AnsweredPrompt((3,), 5)] * 20, answered)
     assert [len(way.answers) for way in answers.values()] == [2, 2]
     engine_answers = bench.WayAnswers("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 40, 8)
     plain, recall, engine = bench.rows(engine_answers, answers)
@@ -62,6 +62,6 @@ def test_engine_learns_stream_and_unseen_prompts(tiny_target: Path):
         assert [prompt.prompt for prompt in learnt] == stream
         after = memory.used()
         assert after > 0
-        timed, answers = bench.measure_engine(client.engine, prompts([6]), 12)
-        assert len(timed) == len(answers.answers) == 1
+        answered, answers = bench.measure_engine(client.engine, prompts([6]), 12)
+        assert len(answered) == len(answers.answers) == 1
         assert memory.used() > after

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.engines import BenchError
 from benchmarks.peers.environments import PeerError
-from benchmarks.peers.measure import TimedPrompt
+from benchmarks.peers.measure import AnsweredPrompt
 from benchmarks.peers.roster import LOOKUP
 from benchmarks.vllm import exports as bench
 from benchmarks.vllm.recall import PLAIN, WayAnswers
@@ -80,7 +80,7 @@ def exported(tmp_path: Path, name: str) -> bench.ExportedDrafter:
 
 
 def test_exports_answer_the_same_prompts_as_vllm_alone(tmp_path, models, fake_vllm):
-    prompts = [TimedPrompt((1, 2), 10), TimedPrompt((7,), 12)]
+    prompts = [AnsweredPrompt((1, 2), 10), AnsweredPrompt((7,), 12)]
     exports = {name: exported(tmp_path, name) for name in ("eagle", "wrong")}
     answers = bench.measure_vllm(models, tmp_path, tmp_path / "path", exports, prompts)
     assert [len(way.answers) for way in answers.values()] == [2] * 5
@@ -133,9 +133,9 @@ def test_export_writes_trained_and_random_versions(tiny_target, tmp_path):
 
 
 def test_engine_answers_have_the_requested_length(tiny_target):
-    timed = [TimedPrompt(prompt, 12) for prompt in prompts([5, 9])]
+    requested = [AnsweredPrompt(prompt, 12) for prompt in prompts([5, 9])]
     eagle = Eagle.from_target(load_model(tiny_target, "float32", "cpu"), 100)
     with running(tiny_target, drafter=eagle) as client:
-        answered = bench.measure_engine(client.engine, timed)
+        answered = bench.measure_engine(client.engine, requested)
     assert [len(answer) for answer in answered.answers] == [12, 12]
     assert answered.drafted > 0
