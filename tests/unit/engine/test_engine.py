@@ -156,21 +156,6 @@ def test_text_equals_the_decoded_tokens(target_dir: Path) -> None:
             assert result.text == tokenizer().decode(result.tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_seeded_text_does_not_depend_on_the_batch(target_dir: Path, kind: str) -> None:
-    prompt, sampling = prompts([21], seed=6)[0], SamplingParams(temperature=1.0, top_p=0.95, seed=77)
-    with running(target_dir, kind) as client:
-        client.submit("alone", prompt, 30, sampling, ignore_eos=True)
-        client.wait()
-        for index, other in enumerate(prompts([30, 2, 11, 7, 25])):
-            client.submit(f"other {index}", other, 10 + index, SamplingParams(temperature=0.5 * index, seed=index))
-            if index == 2:
-                client.submit("crowd", prompt, 30, sampling, ignore_eos=True)
-        client.submit("other seed", prompt, 30, SamplingParams(temperature=1.0, top_p=0.95, seed=78), ignore_eos=True)
-        results = client.wait()
-    assert results["alone"].tokens == results["crowd"].tokens != results["other seed"].tokens
-
-
 def test_cancel_ends_a_request_and_frees_its_slot(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle", slots=1) as client:
         prompt, goal = greedy_run(client, oracle)
