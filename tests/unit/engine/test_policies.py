@@ -10,7 +10,6 @@ import pytest
 
 from osd.config import GROWTH_SETTINGS
 from osd.drafting import Drafter, trainable
-from osd.drafting.compatibility import IncompatibleError
 from osd.drafting.eagle.session import EagleSession
 from osd.economy.costs import CostModel
 from osd.economy.plan import Ready, equal_drafts
@@ -50,11 +49,6 @@ def test_tree_gets_more_accepted_than_a_chain(target_dir: Path) -> None:
             results = client.ask(prompts(LENGTHS), 60, kind + " {}", policy=policy(kind, rule))
             kept.append(sum(result.counts.accepted for result in results))
     assert kept[1] > kept[0]
-
-
-def test_biased_growth_and_rule_are_refused() -> None:
-    with pytest.raises(IncompatibleError, match="verification siblings would bias the output: growth top_k_tree"):
-        policy("top_k_tree", "siblings")
 
 
 @pytest.mark.parametrize(("odds", "size"), [(30.0, 4), (-30.0, 2)], ids=["sure", "in doubt"])
