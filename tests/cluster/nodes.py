@@ -97,7 +97,8 @@ class Nodes:
     def start(self) -> None:
         """Start the head and wait until it answers."""
         (self.home / "ray-token").write_text(TOKEN)
-        (self.home / "redis-password").write_text(PASSWORD)
+        for name in ("redis-password", "ray-redis-password"):
+            (self.home / name).write_text(PASSWORD)
         options = f"--dashboard-port={self._dashboard} --temp-dir={self.temp}"
         self.head = self._start(f"{self._cluster['head_start_ray_commands'][-1]} {options}")
         self._wait(START_SECONDS, lambda: self.head.ip in self.living(), "the head", self.head)
@@ -147,6 +148,8 @@ class Nodes:
         config["http_options"] |= {"host": "127.0.0.1", "port": self.head.port}  # tests listen only on loopback
         (application,) = config["applications"]
         arguments = {key: self._adapt(str(value)) for key, value in application["args"].items()}
+        del arguments["serving.api_key_file"]  # a service on loopback needs no key
+        arguments["serving.host"] = "127.0.0.1"
         application["args"] = arguments | {key: str(value) for key, value in settings.items()}
         file = self.home / "serve.yaml"
         file.write_text(yaml.safe_dump(config))
@@ -186,6 +189,7 @@ class Nodes:
     def _adapt(self, text: str) -> str:
         """Return a command or a setting of the files with the addresses and folders of this machine."""
         for original, local in {
+            "ray-redis:6379": f"127.0.0.1:{self.redis_port}",
             "redis:6379": f"127.0.0.1:{self.redis_port}",
             "--port=6379": f"--port={self._port}",
             "$RAY_HEAD_IP:6379": f"127.0.0.{_HEAD}:{self._port}",
