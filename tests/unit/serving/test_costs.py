@@ -42,7 +42,7 @@ def test_prompts_times_choices_over_the_queue_are_400(client, service, no_work):
 
 def test_full_queue_is_reported_before_a_prompt_is_encoded(make_service):
     service = make_service(max_queue=2)
-    service.encode = lambda text, special: pytest.fail("it was encoded")
+    service.encode = lambda text, special, limit=None: pytest.fail("it was encoded")
     client = asking(service)
     assert error_of(client.post("/v1/completions", json={"prompt": "a", "n": 3}), 400)["param"] == "n"
 
@@ -107,7 +107,7 @@ def test_acceptance_rates_of_a_tree_are_limited_in_number(client, growth):
 def test_long_text_does_not_block_short_texts(client, service):
     encode, encoded, other_done = service.encode, threading.Event(), threading.Event()
 
-    def slowly(text, special):
+    def slowly(text, special, limit=None):
         if len(text) >= LONG:
             encoded.set()
             assert other_done.wait(HANG_SECONDS)

@@ -134,7 +134,7 @@ def test_lines_contain_no_user_text_and_no_key(service, lines, body):
 
 
 def test_failure_lines_contain_no_user_text(service, lines):
-    service.encode = lambda text, special: int(text)
+    service.encode = lambda text, special, limit: int(text)
     assert post(service).status_code == 500
     assert any('"exception":{"type":"ValueError"' in line for line in lines.text)
     assert_silent(lines)
