@@ -78,4 +78,4 @@ def test_loss_of_a_drafter_is_bounded_and_its_gain_is_kept(
     assert kept > -most
     if least is not None:
         assert kept > least * best
-    assert switchback.spent < 0.005 * switchback.busy + 6.0
+    assert switchback.bank.spent < 0.005 * switchback.busy + 6.0
