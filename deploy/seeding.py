@@ -54,8 +54,9 @@ async def keep_asking(
 ) -> Tally:
     """Send prompts as ``users`` who wait for each answer; no conversation starts after ``seconds``.
 
-    The service may learn from all of them. ``on_change`` is called after each request that starts or ends. After a
-    failed conversation a user continues with the next prompt, and stops after eight consecutive failures.
+    The requests permit the service to learn from them (``store``). ``on_change`` is called after each request that
+    starts or ends. After a failed conversation a user continues with the next prompt. A user stops after eight
+    consecutive failures of its own.
     """
     tally, end = Tally(), time.monotonic() + seconds
 

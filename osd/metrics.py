@@ -96,7 +96,7 @@ class Metric(Generic[Source]):
 
 
 def named(key: str, labels: Labels) -> Name:
-    """Return the key alone without labels, else a tuple of the key and the labels."""
+    """Return the key alone without labels, else the flat tuple ``(key, *labels)``."""
     return (key, *labels) if labels else key
 
 

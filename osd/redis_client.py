@@ -164,7 +164,7 @@ class RedisClient:
 
 
 class Backoff:
-    """Pause between attempts after failures, with exponential growth."""
+    """Clock of pauses between attempts after failures, with exponential growth; no method waits."""
 
     def __init__(self) -> None:
         self._delay = MIN_BACKOFF
@@ -181,7 +181,7 @@ class Backoff:
         return self._until > 0
 
     def failed(self) -> None:
-        """Start a pause after a failure, twice as long as the previous one."""
+        """Note a failure: the next attempt is due after a pause twice as long as the previous one, up to a maximum."""
         self._until = time.monotonic() + self._delay
         self._delay = min(2 * self._delay, MAX_BACKOFF)
 

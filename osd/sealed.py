@@ -87,7 +87,7 @@ def seal(settings: Settings, redis_url: str) -> SealedSettings:
 
 
 def discard_secrets(settings: Settings) -> None:
-    """Delete the file of ``seal``, if any."""
+    """Delete the file with secrets that ``seal`` wrote; do nothing if there is no file."""
     (settings.home_dir / _FILE).unlink(missing_ok=True)
 
 

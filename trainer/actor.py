@@ -115,7 +115,8 @@ class Trainer:
     """Actor that runs the workers; after an unexpected error it restarts them from the checkpoints, with backoff.
 
     When the process dies Ray restarts it with the same arguments, and the workers continue from the checkpoints. When
-    another trainer takes over a domain, the only trainer of a service ends; one of several trainers drops the domain.
+    another trainer takes over a domain, the result depends on ``trainer.processes``: with 1 this trainer ends, and with
+    more it only stops training the domain.
     """
 
     def __init__(self, sealed: SealedSettings) -> None:

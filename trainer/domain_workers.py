@@ -62,7 +62,7 @@ class DomainWorkers:
             raise self._errors[0]
 
     def stop(self) -> None:
-        """End ``run`` after the current micro-steps."""
+        """Request the end of ``run`` after the current micro-steps, without waiting for it."""
         self._stopped.set()
         self._call_all(lambda worker: worker.stop())
         self._changed.set()

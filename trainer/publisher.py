@@ -134,7 +134,11 @@ class Publisher:
         return version
 
     def start_training(self, version: Version, resumed: bool) -> None:
-        """Prepare for training from a version, or from a checkpoint of its drafter (``resumed``)."""
+        """Remove old versions, and note whether ``version`` was trained on another target.
+
+        A version of another target is evaluated on this target before other candidates. With ``resumed`` the learner
+        continues from a checkpoint, and the earlier note stays.
+        """
         if not resumed:
             self._revision = Revision.of(version, self._target)
         self._promotion.retire()

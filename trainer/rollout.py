@@ -85,7 +85,7 @@ class DomainVersions:
         return self.pointer.replace(self.domain, before, rollout, self.lease.fence)
 
     def finish(self) -> None:
-        """Remove the registry's note of a publication in progress."""
+        """Delete the registry's record of an intention that is completed or given up, see ``Registry.begin``."""
         with self.lease.held():
             self.registry.finish(self.domain)
 

@@ -41,10 +41,10 @@ class TrainingCost(msgspec.Struct, frozen=True):
 
 @dataclass
 class TrainerState:
-    """State of a domain's trainer. Counts include earlier runs that a checkpoint continues.
+    """State of a domain's trainer. After a restart from a checkpoint, counts include the earlier runs.
 
     Attributes:
-        state: "waiting", "training", "yielding", "paused" or "stopped".
+        state: "waiting", "training", "yielding" (to requests), "paused" (by ``pause``) or "stopped".
         detail: the reason, in one line.
         records: records of this domain that were read from the stream.
         trained: records that training used at least once.

@@ -35,7 +35,10 @@ class LiveDraft:
 
 
 class LiveBatch(SessionSource):
-    """Sequences that decode in slots 0, 1, ... of a pair; ``calls`` counts calls of the drafter by growth."""
+    """Sequences that decode in slots 0, 1, ... of a target and its drafter.
+
+    ``calls`` is the number of times that growth policies called the drafter.
+    """
 
     def __init__(
         self, pair: ModelPair, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, number: int
@@ -120,7 +123,7 @@ class LiveBatch(SessionSource):
         self._after_root = None
 
     def close(self) -> None:
-        """Free the slots."""
+        """Close the drafter's slots; the next batch overwrites those of the target."""
         for slot in self.slots:
             self.session.close(slot)
 

@@ -26,7 +26,7 @@ LEAST = 20.0
 
 
 def main() -> int:
-    """Run the steps; return 1 if a step failed, 3 if the time was over before the last step, else 0."""
+    """Run the steps; return 2 for an unknown step, 1 if a step failed, 3 if time ended before the last step, else 0."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.here:

@@ -173,8 +173,8 @@ class NetResults:
         return tokens / seconds if seconds else 0.0
 
 
-def settings_of_way(settings: Settings, way: str, home: Path | None) -> Settings:
-    """Return the settings of a service for one way, with its own home directory and Redis."""
+def settings_of_way(settings: Settings, way: str, home: Path) -> Settings:
+    """Return the settings of a service for a ``way`` of ``WAYS``, with ``home`` as home directory and its own Redis."""
     alone = settings.drafter.distilled
     drafters: dict[str, DrafterSettings] = {
         PLAIN: NoDrafterSettings(),

@@ -59,7 +59,7 @@ class RecordSampler(Generic[_Record]):
 
     @property
     def demand(self) -> float:
-        """Offered bytes per second, weighted by score."""
+        """Sum of bytes times score of offered records per second, averaged over about ten seconds."""
         self._advance()
         return self._demand()
 

@@ -204,8 +204,8 @@ class AutoregressiveSession(Session, ABC):
     def trees(self, slots: Sequence[int], plan: GrowthPlan, calls: np.ndarray) -> WholeDraft | None:
         """Return the trees of ``plan``, grown in one call; None if nodes must be expanded one by one.
 
-        ``calls`` are the seconds of expanding 0, 1, 2, ... nodes after the first level; more nodes take as long as the
-        last entry.
+        ``calls`` are the seconds of one level, after the first, that expands 0, 1, 2, ... nodes of all sequences; more
+        nodes take as long as the last entry.
         """
         return None
 

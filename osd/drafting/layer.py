@@ -59,7 +59,8 @@ class LayerDrafter(Trainable, Generic[Shape], ABC):
     def keys_values(self, x: Tensor, positions: Tensor, repeats: int | None = None) -> tuple[Tensor, Tensor]:
         """Return rotated keys, and values, of inputs ``x`` [..., width] at ``positions`` [...].
 
-        Both are [..., heads, dim]: each key head is repeated for its query heads, or ``repeats`` times.
+        Both are [..., kv_heads * repeats, dim], with each head repeated ``repeats`` times in a row. By default each
+        head is repeated for each of its query heads, which makes [..., heads, dim].
         """
         each = self.shape.heads // self.shape.kv_heads if repeats is None else repeats
         k, v = (layer(x).unflatten(-1, (-1, self.shape.head_dim)) for layer in (self.k_proj, self.v_proj))

@@ -288,8 +288,8 @@ class Riders(Protocol):
     ) -> Proposal:
         """Return a proposal of any drafter with riders.
 
-        ``added`` are the tokens that a draft of 0, 1, 2, ... of this drafter's tokens adds to another drafter's draft;
-        None if no other drafter takes part.
+        ``added`` are the expected accepted tokens per step that a draft of 0, 1, 2, ... tokens of this drafter adds to
+        those of another drafter; None if no other drafter takes part.
         """
         ...
 

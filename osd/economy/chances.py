@@ -45,7 +45,10 @@ class Fading:
         return (left * self._total + doubt * guess) / (left * self._count + doubt)
 
     def doubt(self) -> None:
-        """Reduce the evidence to the weight of the guess, so that new observations outweigh it."""
+        """Reduce the weight of the observations to at most the weight of the guess; their mean stays.
+
+        New observations then outweigh the old ones.
+        """
         kept = min(1.0, self._doubt / self._count) if self._count else 1.0
         self._total, self._count = kept * self._total, kept * self._count
 

@@ -66,21 +66,22 @@ class ServedVersion:
 class Fund:
     """Account of one domain's training, in core seconds.
 
-    A *slice* is the training from one candidate version to the next. A gain is *certain* if the lower bound of its
-    logarithm is above 0. An *alarm* is a detected drift of the traffic.
+    A *slice* is the training from one candidate version to the next. A gain is *certain* if the lower bound of the
+    logarithm of the speed-up is above 0. An *alarm* is a detected drift of the traffic.
 
     Attributes:
         version: mean CPU seconds of a slice, with ``VERSION_SECONDS`` as the first value.
         busy: core seconds that replicas computed for the domain.
         spent: CPU seconds of training times their price, plus core seconds that were lost to training.
         earlier: certain savings of versions that no longer serve, in core seconds.
-        fruitless: number of slices since the last certain gain or alarm in which most CPU seconds had a price.
+        fruitless: number of slices since the last certain gain or alarm; a slice counts if most of its CPU seconds had
+            a price.
         slices: number of slices that ended.
         slice: CPU seconds of the current slice, including seconds at price 0.
         paid: CPU seconds of the current slice at a price above 0.
         base: number of the version with which the account began, or of the version in service at the last alarm.
         versions: versions above ``base`` up to the version in service, in ascending order.
-        measured: sum of the measured logarithms of versions that no longer serve.
+        measured: sum of the measured logarithms of the speed-ups of versions that no longer serve.
         promised: sum of the logarithms that the gates of these versions promised; negative values count as 0.
     """
 
@@ -103,7 +104,10 @@ class Fund:
 
     @property
     def certain(self) -> float:
-        """Core seconds that versions certainly saved."""
+        """Core seconds that versions in service or out of service certainly saved, less those that they certainly lost.
+
+        A certain gain counts with the lower bound of its speed-up, and a certain loss with its measured speed-up.
+        """
         return self.earlier + sum(version.certain for version in self.versions)
 
     @property

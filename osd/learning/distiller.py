@@ -69,8 +69,8 @@ class Distiller:
 
     A micro-step is skipped if its loss is not finite. An update is skipped if its gradient norm is not finite, or above
     both 0.5 and 20 times the median of the last 64 norms. Skipped steps and updates change no weight. The median
-    includes skipped norms, so a lasting change of scale is accepted after 32 norms. A micro-step without positions that
-    count is left out and not counted as skipped.
+    includes the finite norms of skipped updates, so a lasting change of scale is accepted after 32 norms. A micro-step
+    without positions that count is left out and not counted as skipped.
 
     A drafter's acceptance head learns from the same micro-batches with its own loss and optimizer; see
     ``osd.learning.head_training``.
@@ -126,7 +126,7 @@ class Distiller:
         return step if self.settle() else MicroStep(step.loss, True)
 
     def gather(self, batch: DistillBatch) -> MicroStep:
-        """Add the gradients of a micro-batch to the gathered gradients, without an update."""
+        """Add the gradients of a micro-batch to the gathered gradients, without an update; return its loss."""
         self.drafter.train()
         if self._head is not None:
             loss = self._head.gather(batch, self.steps)

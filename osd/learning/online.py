@@ -58,9 +58,10 @@ class TrainingTrigger:
     """Decision whether to do a micro-step on the present records, from numbers only.
 
     An update starts after ``trainer.trigger_records`` new records, when a new record has waited for
-    ``trainer.trigger_seconds``, or after drift. It continues until every record was trained on at least once and for
-    eight passes, and then as long as each candidate improves the held-out divergence. It never ends before the first
-    candidate of a drafter, which gives the first measure of improvement.
+    ``trainer.trigger_seconds``, or after drift. It continues until every record was trained on and the trained tokens
+    are eight times the tokens of the new records. After that, it continues as long as each candidate improves the
+    held-out divergence. It never ends before the first candidate of a drafter, which gives the first measure of
+    improvement.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -106,7 +107,11 @@ class TrainingTrigger:
         self._best = min(self._best, divergence)
 
     def figures(self) -> dict[str, float]:
-        """Return the progress of the update: completion tokens still to train on, and the best divergence so far."""
+        """Return the progress of the update.
+
+        ``budget`` is the number of completion tokens still to train on. ``best_divergence`` is the lowest divergence of
+        a candidate on the current held-out records, absent before the first candidate.
+        """
         return {"budget": self._budget} | ({} if math.isinf(self._best) else {"best_divergence": self._best})
 
     def due(self, fresh: int, now: float) -> bool:

@@ -64,7 +64,10 @@ class _TableEntry:
     readers: int = 0
 
     def learn(self, distribution: Distribution, reader: int) -> None:
-        """Update the running mean of the distributions and keep its most probable tokens."""
+        """Update the running mean of the distributions, keep its most probable tokens, and add the mark of a request.
+
+        ``reader`` is the mark, see ``osd.recall.memory.mark_of``.
+        """
         mean = {token: p * self.count / (self.count + 1) for token, p in self.tokens}
         for token, p in distribution[:KEPT]:
             mean[token] = mean.get(token, 0.0) + p * 65535 / (self.count + 1)

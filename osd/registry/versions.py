@@ -125,8 +125,8 @@ class Registry:
     def begin(self, domain: str, intention: dict[str, Any], guard: AbstractContextManager[None] | None = None) -> str:
         """Record the intention to publish a version, and return a token for its manifest.
 
-        After a crash ``unfinished`` returns the intention, so that the next process can complete it. Without the
-        record, a version that is not yet in service would look like a version that an operator took out of service.
+        After a crash ``unfinished`` returns the intention, so that the next process can complete it. The record also
+        tells a version that is not in service yet from a version that an operator took out of service.
 
         Args:
             domain: the domain of the version.
@@ -134,7 +134,7 @@ class Registry:
             guard: a context to enter while the record becomes visible.
 
         Raises:
-            OSError: the disk cannot be written.
+            OSError: the storage cannot be written.
         """
         token = secrets.token_hex(8)
         data = _to_json({**intention, _ATTEMPT: token})

@@ -16,14 +16,21 @@ _FLOOR = 0.04
 
 @dataclass
 class DrafterEvidence:
-    """Evidence of one domain's drafter: a discounted mean of log tokens per second above the current level."""
+    """Evidence of one domain's drafter: the discounted number and the discounted sum of its requests' gains.
+
+    A gain is the logarithm of the tokens per second minus the level that all drafters share; see ``Bandit``.
+
+    Attributes:
+        weight: discounted number of requests.
+        total: discounted sum of their gains.
+    """
 
     weight: float = 0.0
     total: float = 0.0
 
     @property
     def mean(self) -> float:
-        """Mean gain, 0 without evidence."""
+        """Discounted mean of the gains, 0 without evidence."""
         return self.total / self.weight if self.weight else 0.0
 
     def fade(self) -> None:

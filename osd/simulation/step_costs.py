@@ -42,8 +42,8 @@ class StepCosts(Protocol):
 
         Args:
             streams: decoding requests.
-            nodes: [n], draft nodes per stream.
-            reading: prompt tokens in the same step.
+            nodes: [n], draft nodes per stream, without the root.
+            reading: prompt tokens that the same step reads.
         """
         ...
 
@@ -118,7 +118,7 @@ class MeasuredStepCosts:
         ]
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
-        """Return the seconds [n] of steps with ``nodes`` [n] nodes per stream, interpolated in the measurements."""
+        """Return the seconds [n] of steps, interpolated in the measurements; see ``StepCosts.seconds``."""
         seconds = np.interp(streams * (1 + nodes) + reading, self._rows, self._rounds)
         seconds = seconds + np.interp(nodes, self._drafts, self._proposals[streams])
         return seconds - np.where(nodes > 0, 0.0, self._spared[streams])

@@ -113,7 +113,7 @@ class _Clock:
         self.answered = 0.0
 
     async def step(self, name: str, _about: dict[str, Any]) -> None:
-        """Record the time of a step of the request to the upstream."""
+        """Record the times at which the upstream has the request and begins its answer; a hook of the HTTP client."""
         if name == _SENT:
             self._sent = time.perf_counter()
         elif name == _ANSWERED:

@@ -59,7 +59,7 @@ class LlamaWeights(nn.Module):
     """Weights of a causal language model under transformers' names, without a forward pass.
 
     Attributes:
-        model: without its head.
+        model: the model without its head.
         lm_head: the head.
     """
 

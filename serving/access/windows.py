@@ -101,7 +101,11 @@ class Windows:
         self._backoff, self._lock = Backoff(), threading.Lock()
 
     def admit(self, name: str, limits: Limits) -> KeyUsage:
-        """Count a request of the key ``name`` unless a limit is reached, and return the usage of the key."""
+        """Count a request of the key ``name`` unless a limit is reached, and return the usage of the key.
+
+        ``KeyUsage.admitted`` is the decision. An admitted request is included in ``requests``, its tokens only after
+        ``charge``.
+        """
 
         def count(limiter: SlidingWindowCounterRateLimiter) -> KeyUsage:
             tokens = _read_window(limiter, _minute(_UNLIMITED, "tokens"), name, limits.tokens_per_minute)

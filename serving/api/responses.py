@@ -45,10 +45,10 @@ def _shown(text: TokenText) -> str:
 
 
 class _TextEnd:
-    """End of the text of a choice.
+    """Length of the text of a choice so far.
 
     Attributes:
-        characters: number of whole characters of its tokens so far.
+        characters: number of complete UTF-8 characters in the tokens so far.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _TextEnd:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, text: TokenText) -> None:
-        """Add a token; special tokens are not part of the text."""
+        """Add a token; a special token does not change the length."""
         if not text.special:
             self.characters += len(self._decoder.decode(text.data))
 

@@ -132,6 +132,6 @@ class StructuredOutputs(Body):
 
     @property
     def structure(self) -> OutputConstraint:
-        """Constraint on the answer."""
+        """Constraint on the answer, from the field that is set; it is not compiled yet."""
         ((kind, text),) = self._set_fields.items()
         return OutputConstraint(f"structured_outputs.{kind}", kind, text)

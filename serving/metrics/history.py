@@ -89,12 +89,13 @@ class MetricsHistory:
             self._swaps.append((time, version))
 
     def set_back(self, time: float) -> float:
-        """Shift the history if the clock was set back to ``time``.
+        """Shift the history to the past if its newest second is more than five seconds after the current ``time``.
 
-        Without the shift, reports would count in the last second until the clock reaches it again.
+        The clock was then set back. Without the shift, reports would count in the newest second until the clock reaches
+        it again.
 
         Returns:
-            Seconds of the shift, 0 if the clock was not set back.
+            Seconds of the shift, 0 without a shift.
         """
         ahead = self._seconds[-1].time - int(time) if self._seconds else 0
         if ahead <= _AHEAD_SECONDS:

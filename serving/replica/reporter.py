@@ -62,7 +62,7 @@ class Control(RedisClient):
         return Switches() if data is None else decoded(data, Switches, _SWITCHES_KEY)
 
     def set(self, switches: Switches) -> None:
-        """Set the switches; replicas follow within a second."""
+        """Replace all switches; replicas follow within a second."""
         self._client.set(_SWITCHES_KEY, msgspec.json.encode(switches))
 
 

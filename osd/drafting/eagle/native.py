@@ -110,7 +110,7 @@ class NativeEagle:
     def trees(self, new: NewTokens, plan: GrowthPlan, calls: np.ndarray) -> WholeDraft:
         """Return the trees of ``plan``; ``new`` are the unread tokens with the target's states.
 
-        ``calls`` are the seconds of expanding 0, 1, 2, ... nodes after the first level.
+        ``calls`` are the seconds of one level, after the first, that expands 0, 1, 2, ... nodes of all sequences.
         """
         count, most = len(plan.room), max(plan.room)
         drafted, parents = torch.empty(2, count, most, dtype=torch.int64)

@@ -105,7 +105,11 @@ class EagleSession(LayerSession):
         return NativeEagle(self.shape, self.linear, self.vector, self.cache, (self.embedding, self.cos, self.sin))
 
     def graph_step(self, rows: PackedRows, wanted: Tensor, states: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
-        """Return logits and next features of one level of chains, see ``osd.drafting.graph_chains.GraphStep``."""
+        """Return logits [n, draft vocabulary] and next features [n, hidden] of rows ``wanted`` [n] of a level.
+
+        ``states`` are the target's in the ``first`` level. In later levels they are the features that the previous
+        level returned. See ``osd.drafting.graph_chains.GraphStep``.
+        """
         assert states is not None  # noqa: S101  the target's in the first step, then those of the last step
         features = self._fuse(states.float()) if first else states
         output, logits = self._step(rows.token_ids, features, rows, wanted)

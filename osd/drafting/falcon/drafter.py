@@ -121,7 +121,11 @@ class Falcon(LayerDrafter[FalconShape], TargetHeadDrafter):
         return cls(load_part(target_dir), config["block"], config["vocabulary"]).check_config(config)
 
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """Return the inputs [..., 2 * hidden] of the recurrent part for tokens [...] and features [..., hidden]."""
+        """Return the inputs [..., 2 * hidden] of the recurrent part: normed embeddings, then normed features.
+
+        The embedding of each of the ``tokens`` [...] is joined with the feature at the same index of ``features`` [...,
+        hidden].
+        """
         embedded = self.embedding_norm(F.embedding(tokens, self.embedding_on(tokens.device)).float())
         return torch.cat([embedded, self.feature_norm(features)], -1)
 

@@ -1,4 +1,6 @@
-"""Prompt tokens: embeddings after the target's text at which it predicts the tokens after the next one.
+"""Prompt tokens: trained embeddings after a text, at which the target predicts later tokens than the next one.
+
+A prompt token here is not a token of the request's prompt.
 
 Chen et al., "Hardware-aware parallel prompt decoding for memory-efficient acceleration of LLM inference", Findings of
 EMNLP 2025 (arXiv 2405.18628). At the i-th prompt token after a text the target predicts the token i places later.
@@ -238,7 +240,11 @@ class PromptTokensSession(AutoregressiveSession):
     def ride(
         self, request: DraftRequest, growth: Growth, proposal: Proposal, added: Sequence[float] | None = None
     ) -> Proposal:
-        """Add prompt tokens behind the root and the nodes of a proposal, see ``Riders.ride``."""
+        """Add prompt tokens behind the root and the nodes of a proposal of any drafter.
+
+        ``added`` are the expected accepted tokens per step that a draft of 0, 1, 2, ... tokens of this drafter adds to
+        those of another drafter; None if no other drafter takes part.
+        """
         table, trees = self._table.by_depth(), proposal.trees
         shares = [tree.chances or kept_shares(tree.parents, table) for tree in trees]
         drafts = zip(request.slots, request.limits, trees, strict=True)

@@ -61,7 +61,7 @@ class TokenSelection:
     """Selections of each layer for each slot of a cache; forwards that carry this object read only selected places.
 
     The rows of a slot in a forward must be adjacent and share one selection, made for their mean query. A new selection
-    is also made when the number of local tokens after the last one has halved or doubled.
+    is also made when the number of tokens after the last selection is below half or above twice ``sizes.local``.
     """
 
     def __init__(self, sizes: SelectionSizes, inverse: Tensor, heads: int, cache: KVCache) -> None:

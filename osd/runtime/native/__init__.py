@@ -76,7 +76,7 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def readable(logits: torch.Tensor) -> bool:
-    """Return whether the kernels can read these logits: contiguous float32 on the CPU."""
+    """Return whether the kernels are loaded and can read these logits: contiguous float32 on the CPU."""
     plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
     return plain and kernels() is not None
 
