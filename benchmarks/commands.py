@@ -16,7 +16,7 @@ _BENCH = {
     "The service": {
         "service.serve:serve": "Measure the latencies of a service under an open load.",
         "service.start:start": "Measure a service's time to the first token, and its memory.",
-        "service.http:http": "Measure the tokens per second and the delay of the first token that HTTP, Ray and JSON cost.",
+        "service.http:http": "Measure the tokens per second and first-token delay that HTTP, Ray and JSON cost.",
         "net.net:net": "Measure whether training pays in the whole service.",
     },
     "Drafters and their training": {

@@ -46,7 +46,7 @@ def http(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure the tokens per second and the delay of the first token that HTTP, Ray and JSON cost.
+    """Measure the tokens per second and first-token delay that HTTP, Ray and JSON cost.
 
     The same requests go to a service over HTTP, and without HTTP to an engine in this process. Both decode plainly,
     greedily and past the end of answers, so that they do the same work.
