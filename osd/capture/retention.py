@@ -195,8 +195,8 @@ class Retention:
                 continue
             if isinstance(groups, Exception):
                 raise groups
-            own = group_of(stream.rpartition(":")[2]).encode()
-            if any(group["name"] == own for group in groups):
+            trainer_group = group_of(stream.rpartition(":")[2]).encode()
+            if any(group["name"] == trainer_group for group in groups):
                 trained.append(stream)
         return trained
 

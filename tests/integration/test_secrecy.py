@@ -111,7 +111,7 @@ def test_tables_of_ray_hold_no_secret(service, tables: redis.Redis):
 def test_files_of_home_are_the_owners_alone(service):
     home = service[1]
     modes = {path.relative_to(home): path.stat().st_mode & 0o077 for path in (home, *home.rglob("*"))}
-    assert {name for name, others in modes.items() if others} == set()
+    assert {name for name, mode in modes.items() if mode} == set()
     assert {Path(name) for name in ("secrets.json", "ray-token", "registry/general/1/model.safetensors")} < modes.keys()
 
 

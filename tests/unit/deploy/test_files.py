@@ -255,7 +255,7 @@ def test_compose_files_are_valid():
     assert code == 0, text
 
 
-def test_compose_gives_no_service_rights_and_no_password_on_a_command_line():
+def test_compose_gives_no_rights_and_hides_passwords():
     compose = read(DEPLOY / "compose.yaml")["services"]
     for service in compose.values():
         assert service["cap_drop"] == ["ALL"]

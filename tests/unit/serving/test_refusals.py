@@ -109,7 +109,7 @@ def test_unknown_model_is_404(client, path):
         ("/v1/chat/completions", {**CHAT, "prediction": {"type": "content", "content": "b" * 6000}}, "prediction"),
     ],
 )
-def test_text_that_is_certainly_too_long_is_refused_by_its_length(client, service, path, body, param):
+def test_text_certainly_too_long_is_refused_by_its_length(client, service, path, body, param):
     error = error_of(client.post(path, json=body), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert re.fullmatch(rf"'{param}' has at least 60\d\d tokens and the limit is 6[34]: shorten it\.", error["message"])

@@ -122,7 +122,7 @@ def test_unusable_record_is_finished_at_once(scene, trace, settings, refused, ob
     assert recalled == observed, "recall learns from a record without states"
 
 
-def test_record_that_raises_any_error_is_refused_and_the_next_is_read(scene):
+def test_record_that_raises_any_error_is_refused_alone(scene):
     setup = scene(held_out=0.01)
     add = setup.learner.add
 

@@ -140,8 +140,8 @@ def test_keys_of_another_file_are_not_used(keys, make_service, tmp_path):
 def test_key_named_like_a_tenant_is_another_client():
     tenant = Key("any", (), frozenset(), tenant="acme")
     assert client_of(tenant, None) == client_of(Key("other", (), frozenset(), tenant="acme"), None)
-    others = [client_of(Key("acme", (), frozenset()), None), client_of(None, b"acme"), client_of(None, None)]
-    assert len({client_of(tenant, None), *others}) == 4
+    clients = [client_of(Key("acme", (), frozenset()), None), client_of(None, b"acme"), client_of(None, None)]
+    assert len({client_of(tenant, None), *clients}) == 4
 
 
 def test_deleted_key_file_keeps_the_keys(service, keys):
