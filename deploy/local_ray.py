@@ -226,7 +226,7 @@ def _init(settings: Settings) -> None:
 
 
 def _renew_folder(home: Path) -> Path:
-    """Return a new private folder for Ray, to which a link in ``home`` points; delete that of the start before.
+    """Return a new private folder for Ray, and point a link in ``home`` to it; delete the folder of an earlier start.
 
     Ray lets every user of the machine replace its sockets and logs, so the folder around them must be private. It is
     not in ``home``, because the path of a socket has at most 107 bytes.

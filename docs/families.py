@@ -159,7 +159,7 @@ def row(name: str, directory: Path) -> str:
 
 
 def table() -> str:
-    """Return the table of all models, each of which is written and checked."""
+    """Write and check all models, and return their table."""
     rows: list[str] = []
     for name in [*FAMILIES, *VARIANTS]:
         with tempfile.TemporaryDirectory() as directory:

@@ -104,7 +104,7 @@ class Fund:
 
     @property
     def certain(self) -> float:
-        """Core seconds that versions in service or out of service certainly saved, less those that they certainly lost.
+        """Core seconds that all versions certainly saved, minus the core seconds that they certainly lost.
 
         A certain gain counts with the lower bound of its speed-up, and a certain loss with its measured speed-up.
         """

@@ -227,18 +227,19 @@ class DecodeLoop:
 
     def _compare_versions(self, outcome: StepOutcome, seconds: float) -> None:
         """Add the step to the comparisons of versions that took part in it."""
-        alternates = {result.sequence.alternate for result in outcome.sequences} - {None}
+        alternates = {each for result in outcome.sequences if (each := result.sequence.alternate) is not None}
         if self.pool is None or not alternates:
             return
         switchback = self.planner.switchback
         drafts = self.speculate and (switchback is None or switchback.drafts)
         costs = None if switchback is None else switchback.costs
-        for turns, is_reference in {(each.turns, each.reference) for each in alternates if each is not None}:
-            step = measured_step(outcome, seconds, drafts)
+        step = measured_step(outcome, seconds, drafts)
+        for alternate in alternates:
+            bank = switchback.bank if switchback is not None and alternate.reference else None
             if not drafts:
-                turns.interrupt()
+                alternate.turns.interrupt()
             elif not outcome.exceptional:
-                turns.observe(step, costs, switchback.bank if is_reference and switchback is not None else None)
+                alternate.turns.observe(step, costs, bank)
         self.pool.settle()
 
     def _settle(self, result: SequenceOutcome, s: SequenceState) -> None:

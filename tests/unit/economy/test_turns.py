@@ -209,7 +209,7 @@ def test_result_is_known_when_certain_narrow_or_long_measured(measured: Measured
 
 @pytest.mark.parametrize(("slots", "candidate"), [(1, 0.37), (1, 0.45), (8, 0.4)])
 def test_pairs_cost_the_bank_as_much_as_they_lose(slots: int, candidate: float):
-    """A bank pays for what pairs lose: steps with the worse version, and the tokens that both read at a switch."""
+    """A bank pays for the losses of pairs: steps with the worse version, and less accurate drafts after each switch."""
     seconds, measure, losses, spent = 200.0, 0.005, [], []
     for seed in range(6):
         work = {}

@@ -567,7 +567,7 @@ def test_error_in_the_grammar_library_ends_one_request(
     target_dir: Path, oracle: Oracle, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     class FailingMatcher:
-        """Matcher of which a method fails from the tenth call on."""
+        """Matcher with a method that fails from the tenth call on."""
 
         def __init__(self, matcher: LLMatcher) -> None:
             self._matcher, self._calls = matcher, 0
