@@ -68,7 +68,8 @@ def check_learning(settings: Settings) -> None:
     """Refuse settings with which a drafter cannot learn from the answers of other servers.
 
     Raises:
-        ConfigError: no drafter is trained, or it learns from drafts, which captured answers do not have.
+        ConfigError: training or capture is off; a setting learns from drafts, and a tap captures none; or training has
+            several domains, processes or workers.
     """
     if not settings.trains or not settings.capture.enabled:
         raise ConfigError("osd learn trains a drafter: drafter.kind, trainer.enabled and capture.enabled must allow it")

@@ -47,7 +47,7 @@ class TrainerActors:
         return all(ray.get([actor.stop.remote(seconds) for actor in self.actors], timeout=timeout))
 
     def status(self, timeout: float | None = None) -> dict[str, Any]:
-        """Return the merged status, with each domain's state from the trainer that has it."""
+        """Return the status of all trainers together; see ``merge_statuses``."""
         return merge_statuses(self._domain, ray.get([actor.status.remote() for actor in self.actors], timeout=timeout))
 
     def kill(self) -> None:
@@ -57,9 +57,10 @@ class TrainerActors:
 
 
 def merge_statuses(domain: str, statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the statuses of several trainers, with each domain's state from the trainer that has it.
+    """Merge the statuses of several trainers into a dict of the same form, see ``DomainWorkers.status``.
 
-    ``domain`` is the main domain, whose state is the top level of the result.
+    ``domain`` is the main domain, whose state is the top level of the result. The state of each domain is from the
+    trainer that trains it now. ``failure`` is the error of the first trainer that failed, "" for none.
     """
     owners = {name: status for status in reversed(statuses) for name in status.get("domains", ())}
     extra = {name: state for status in statuses for name, state in status.get("extra_domains", {}).items()}

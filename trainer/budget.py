@@ -61,7 +61,7 @@ class TrainingBudget:
         return cls(domain, scheduler, capacity, investor, reporter.state.set)
 
     def end(self) -> None:
-        """End the worker after the current micro-step."""
+        """Let the worker end: at once while it waits, otherwise after the current micro-step."""
         self.ended.set()
         self._woken.set()
 

@@ -128,9 +128,9 @@ class TrainerState:
         }
 
     def report(self, learner: Learner, cost: TrainingCost, account: FundReport, states_wanted: float) -> Training:
-        """Return the report for serving, including the size of the replay buffer.
+        """Return the report for serving, including the records, tokens and bytes of the replay buffer.
 
-        ``states_wanted`` is the share of records whose hidden states training can use.
+        ``states_wanted`` is the share, from 0 to 1, of records whose hidden states training can use.
         """
         replay = learner.replay
         return Training(

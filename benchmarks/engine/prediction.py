@@ -143,7 +143,7 @@ def _measure(
 
 
 def table(results: Sequence[PredictionResult]) -> Table:
-    """Return a row for each prompt, and the medians over the prompts."""
+    """Return the table: a row for each prompt, and a last row with the medians over the prompts."""
     columns = (
         "no prediction, x plain",
         "prediction, x plain",

@@ -167,7 +167,7 @@ class NetResults:
 
     @property
     def trained_per_second(self) -> float:
-        """Trained tokens per CPU second of training, with the time of gates."""
+        """Trained tokens per CPU second of the trainer, gates included, over all passes with training; 0 for none."""
         trained = [turn[way] for turn in self.turns for way in (TRAINED, RECALL_TRAINED) if way in turn]
         tokens, seconds = sum(run.trainer["tokens"] for run in trained), sum(run.end.training for run in trained)
         return tokens / seconds if seconds else 0.0

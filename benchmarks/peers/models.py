@@ -13,7 +13,7 @@ from osd.target.model import DTYPES
 
 
 def write_drafter(drafter: LanguageModel, dtype: str, directory: Path) -> Path:
-    """Write a drafter as a transformers model in ``dtype``, and return its directory."""
+    """Write a drafter into ``directory`` as a transformers model in ``dtype``, and return ``directory``."""
     model: Any = copy.deepcopy(drafter.model).to(DTYPES[dtype])
     model.save_pretrained(directory)
     return directory

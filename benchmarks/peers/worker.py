@@ -30,7 +30,10 @@ class Peer(Protocol):
         ...
 
     def counts(self) -> dict[str, int]:
-        """Return the draft counts, if the engine counts them."""
+        """Return the numbers of ``drafted`` and ``accepted`` tokens since the start.
+
+        Peers that do not count drafts lack this method. A request for counts then ends the worker with an error.
+        """
         ...
 
 

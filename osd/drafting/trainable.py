@@ -69,7 +69,10 @@ class TrainingObjective(Protocol):
         ...
 
     def drafted(self, batch: Batch) -> Tensor | None:
-        """Return the tokens [B, L] that later steps read, None for those of the batch."""
+        """Return drafted target ids [B, L]; unrolled steps after the first read them in place of ``batch.token_ids``.
+
+        None if these steps read ``batch.token_ids`` too.
+        """
         ...
 
     def share(self, depth: int) -> float:

@@ -102,7 +102,7 @@ class GrammarCompiler:
             return self._cached[kind, text]
 
     def close(self) -> None:
-        """End the process that checks grammars."""
+        """End the process that checks grammars, after a check in progress; a later check starts a new process."""
         self._checker.close()
 
     def _compiled(self, kind: str, text: str) -> Grammar:

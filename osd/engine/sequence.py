@@ -317,7 +317,10 @@ class SequenceState:
         trace.feed(learner.hidden(states[known:]))
 
     def report(self) -> None:
-        """Send new tokens and text; the last update carries the counts."""
+        """Send the tokens and the text since the last update, if there are new tokens or the sequence has finished.
+
+        The last update carries the counts.
+        """
         try:
             text = self._text.take(last=self.finish is not None)
         except Exception as error:

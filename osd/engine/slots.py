@@ -24,10 +24,10 @@ class SlotManager:
     Clients do not share prompts, because a cache hit would reveal what another client asked. Only the prompt of a lossy
     answer is shared, because its later keys are not exactly the target's.
 
-    A free slot keeps its content until another sequence gets it; the slot that was released first is reused first.
-    Keys, values and the target's hidden states, which drafters and traces read, are copied. The last token of a prompt
-    is always fed. Zheng et al. 2024, "SGLang" (arXiv 2312.07104), keep prefixes in a radix tree; an engine has few
-    enough slots to compare all of them.
+    A free slot keeps its content until another sequence gets the slot or needs its memory. The slot that was released
+    first is reused first. Keys, values and the target's hidden states, which drafters and traces read, are copied. The
+    last token of a prompt is always fed. Zheng et al. 2024, "SGLang" (arXiv 2312.07104), keep prefixes in a radix tree;
+    an engine has few enough slots to compare all of them.
     """
 
     def __init__(self, target: SlotModel, settings: EngineSettings) -> None:
@@ -74,7 +74,14 @@ class SlotManager:
         return bool(self._free) and (not taken or self._budget.has_room(len(s.tokens), set(self._free)))
 
     def grow(self, s: SequenceState) -> bool:
-        """Reserve memory for the tokens of ``s`` and a draft; return False if there is not enough."""
+        """Reserve memory for the tokens of ``s``, which has a slot, and the largest draft after them.
+
+        Without ``engine.kv_mb`` there is always enough memory. With it, free slots lose their content one by one until
+        there is enough.
+
+        Returns:
+            False if there is not enough memory. Then all free slots are empty.
+        """
         return self._budget.take(s.slot, len(s.tokens), self._free)
 
     def take(self, s: SequenceState) -> None:

@@ -314,7 +314,11 @@ def read_together(parts: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
 
 @torch.inference_mode()
 def commit(verified: VerifiedStep, slots: SlotManager, detail: CaptureDetail) -> StepOutcome:
-    """Apply the decisions to caches, sequences and traces; an error of one sequence does not affect another."""
+    """Apply the decisions to caches, sequences and traces.
+
+    An error of one sequence does not affect another and is in ``StepOutcome.failed``. ``detail`` says how much the
+    traces record.
+    """
     scheduled, packed, hidden = verified.plan.sequences, verified.packed, verified.forward.hidden
     kept = [_offsets(entry, verified.decisions.get(entry.sequence)) for entry in scheduled]
     upkeep, drafters = verified.upkeep, [entry.sequence.drafter for entry in scheduled]

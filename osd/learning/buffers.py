@@ -39,7 +39,7 @@ class RecentBuffer:
 
     Attributes:
         records: the records by key, oldest first.
-        size: their size.
+        size: their tokens and bytes.
         by_domain: the number of tokens of each domain.
     """
 
@@ -50,10 +50,10 @@ class RecentBuffer:
         self.by_domain: Counter[str] = Counter()
 
     def add(self, trace: Trace) -> list[Key]:
-        """Add a record and return the keys of the evicted records.
+        """Add a record with a new key, and return the keys of the evicted records.
 
-        The oldest record of the domain with the most tokens is evicted first. The newest record stays even if it alone
-        exceeds the limit.
+        The oldest record of the domain with the most tokens is evicted, again and again until all records fit. The
+        added record stays even if it alone exceeds the limit.
         """
         self.records[key_of(trace)] = trace
         self._count(trace, 1)

@@ -116,7 +116,11 @@ class Gate:
         return figures if figures.positions >= self.min_positions else None
 
     def decide(self, candidate: GateFigures, baseline: GateFigures) -> GateDecision:
-        """Return the decision for figures of the same positions."""
+        """Return the decision from the figures of both drafters at the same positions.
+
+        It compares only acceptance and expected tokens. ``judge`` refuses weights that are not finite, and waits for
+        ``min_positions``.
+        """
         error = _standard_error(candidate.overlaps - baseline.overlaps, candidate)
         tolerance = min(error, TOLERANCE)
         difference = weighted_mean(candidate.overlaps - baseline.overlaps, candidate.trace_weight)

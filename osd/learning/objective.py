@@ -69,7 +69,10 @@ class DistillationObjective:
         return _SHARES[self.settings.depths](depth, self.kept)
 
     def drafted(self, batch: Batch) -> Tensor | None:
-        """Return the tokens [B, L] that later steps read, or None for those of the batch."""
+        """Return drafted target ids [B, L]; unrolled steps after the first read them in place of ``batch.token_ids``.
+
+        None if these steps read ``batch.token_ids`` too.
+        """
         samples = self._samples(batch)
         return None if samples is None else samples.token_ids
 

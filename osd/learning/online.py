@@ -252,7 +252,7 @@ class Learner:
             self.next_candidate = min(self.next_candidate, self.distiller.steps)
 
     def on_drift(self, drift: Drift) -> None:
-        """Start an update after drift.
+        """Start an update after drift, see ``TrainingTrigger``, and reset ``log_gain`` and ``seconds``.
 
         Held-out records from before the drift are dropped: a drafter that is better on current traffic may be worse on
         them.

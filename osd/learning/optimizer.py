@@ -74,7 +74,10 @@ def read_optimizer_state(tensors: dict[str, Tensor], weights: dict[str, Tensor],
 
 
 def restore(optimizer: Optimizer, state: State) -> None:
-    """Replace the moments of an optimizer by ``state``, without a copy."""
+    """Replace all moments and step counts of an optimizer by ``state``, without a copy.
+
+    ``read_optimizer_state`` checks a state.
+    """
     optimizer.state.clear()
     optimizer.state.update(state)
 

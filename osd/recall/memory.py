@@ -242,9 +242,10 @@ class Memory(Protocol):
 
 
 def mark_of(request: str) -> int:
-    """Return the mark of a request, up to two bits of 32; an entry holds the marks of its requests.
+    """Return the mark of a request: a mask of 32 bits, with one or two bits set.
 
-    The choices of one response, whose ids end in -0, -1 and so on, share a mark.
+    An entry holds the union of the marks of its requests, so it may also match other requests. The choices of one
+    response, whose ids end in -0, -1 and so on, share a mark.
     """
     response = re.sub(r"(?<=.)-[0-9]{1,4}$", "", request)
     number = crc32(response.encode())

@@ -197,7 +197,7 @@ class _Mixture:
         self.q = {token: q / left for token, q in stay.items()}
 
     def best(self, most: int) -> list[tuple[int, float]]:
-        """Return the most probable tokens."""
+        """Return the most probable tokens and their probabilities, in descending order."""
         return sorted(self.q.items(), key=lambda pair: -pair[1])[:most]
 
 

@@ -39,9 +39,10 @@ class Pointer(RedisClient):
     and ``all`` may use a file content that is up to ``Storage.patience`` seconds old.
 
     Raises:
-        redis.exceptions.RedisError: from every method except ``all`` and ``watch``: the pointer file is missing, and
-            Redis does not answer or holds other data under the key.
-        OSError: from every method except ``watch``: the disk cannot be read or written.
+        redis.exceptions.RedisError: from ``get`` and ``replace``: there is no readable pointer file, and Redis does not
+            answer or holds other data under the key. From ``repair``: Redis does not answer.
+        OSError: from ``get``: the pointer file cannot be read, and Redis has no rollout. From ``all``: the list of
+            pointer files cannot be read. From ``replace`` and ``repair``: the disk cannot be read or written.
         ValueError: the domain is not a valid name.
     """
 

@@ -83,16 +83,19 @@ class PointerFiles:
     def update(
         self, domain: str, change: Callable[[Rollout | None], Rollout | None], fence: int | None = None
     ) -> Rollout | None:
-        """Replace the rollout of a domain by ``change(rollout)`` and return the new rollout.
+        """Replace the rollout of a domain by ``change(rollout)``.
 
         Args:
             domain: the domain to change.
             change: returns the new rollout, or None to change nothing. It is called again when another process
                 changes the pointer in between.
-            fence: the number of the trainer that makes the change, None for an operator.
+            fence: the number of the trainer that makes the change; None for an operator, who is never refused.
+
+        Returns:
+            The new rollout, or None when nothing was changed.
 
         Raises:
-            FencedError: another trainer is newer.
+            FencedError: another trainer has taken over the domain.
             ValueError: a version is below 1 or a share is outside 0 to 1.
         """
         while True:

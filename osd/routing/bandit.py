@@ -71,7 +71,7 @@ class Bandit:
             speed: natural logarithm of the request's tokens per second.
 
         Returns:
-            ``speed`` minus the level before this request, for ``hear`` in other replicas.
+            ``speed`` minus the level before this request, for ``hear`` in other replicas; 0 for the first request.
         """
         if self._level is None:
             self._level = speed

@@ -190,7 +190,7 @@ class RowBuilder:
         return row
 
     def build(self, unread: DeviceTokens | None = None) -> PackedRows:
-        """Return all rows; their draft tokens are ``unread`` if they are still on a device."""
+        """Return the rows so far; ``unread`` are the draft tokens that are still on a device, None for none."""
         wide = torch.from_numpy(np.array([self._tokens, self._positions], np.int64))
         narrow = torch.from_numpy(np.array([self._slots, self._stores, self._visible], np.int32))
         base, mask = self._mask() if self._masked else (None, None)

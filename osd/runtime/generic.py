@@ -82,7 +82,7 @@ class GenericDecoder:
         self._count = len(decoder_layers(model))
 
     def forward(self, rows: PackedRows, wanted: Tensor, layers: range, states: Tensor | None) -> Forward:
-        """Run ``layers`` with the model's own code and the first backend that fits, see ``Decoder.forward``."""
+        """Run ``layers`` as ``Decoder.forward`` describes, with the first attention backend that supports ``rows``."""
         backend, early = attention.prepare(rows, self._cache), layers.stop < self._count
         taps = {tap for tap in self._taps if tap in layers} | ({layers.stop - 1} if early else set())
         reads = {"input_ids": rows.token_ids[None]} if states is None else {"inputs_embeds": self._embedded(states)}

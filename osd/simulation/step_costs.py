@@ -124,7 +124,7 @@ class MeasuredStepCosts:
         return seconds - np.where(nodes > 0, 0.0, self._spared[streams])
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """Return the prompt tokens that a step reads by the measured seconds, at most ``most``."""
+        """Return the choice of ``prompt_chunk`` by the measured seconds of steps; ``most`` if no request decodes."""
         return prompt_chunk(self._rounds, decoding, reading, most) if decoding else most
 
 
@@ -213,7 +213,7 @@ class PublishedStepCosts:
         return self._round(streams, streams * (1 + nodes) + reading) + np.ceil(nodes) * self._step
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """Return the prompt tokens that a step reads by the computed seconds, at most ``most``."""
+        """Return the choice of ``prompt_chunk`` by the computed seconds of steps; ``most`` if no request decodes."""
         if not decoding:
             return most
         if decoding not in self._rounds:

@@ -60,7 +60,10 @@ class TapMetrics:
         return sum(statuses.values()), sum(count for status, count in statuses.items() if int(status) >= 500)
 
     def register_writer(self, counters: Callable[[], Mapping[str, int]]) -> None:
-        """Export the counters ``written`` and ``dropped`` of a writer."""
+        """Export the counts ``written`` and ``dropped`` of a writer as ``osd_tap_captured`` and ``osd_tap_dropped``.
+
+        ``counters`` returns the counts; each scrape calls it.
+        """
         self.registry.register(_WriterCollector(counters))
 
 

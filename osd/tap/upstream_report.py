@@ -102,7 +102,7 @@ class TapReporter:
             thread.start()
 
     def close(self) -> None:
-        """Stop both threads."""
+        """Stop both threads, and wait a few seconds at most for each to end."""
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * _PATIENCE)

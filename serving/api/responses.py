@@ -244,7 +244,11 @@ class ResponseBuilder:
     def delta(
         self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, Any] | None, first: bool
     ) -> dict[str, Any]:
-        """Return the part of a choice in an event; ``first`` marks the first event of the choice."""
+        """Return the part of a choice in an event, with the text and log-probabilities since its last event.
+
+        Call it once for each event and in order, because it continues the parsers of thinking and function calls.
+        ``first`` marks the first event of the choice, which has the role in a chat.
+        """
         if not self.chat:
             return self.choice(index, text, reason, logprobs)
         part, finish = self._parse(index, text, reason)

@@ -58,9 +58,11 @@ class RecordWorth:
     def states_weight(self, domain: str, request: str) -> float:
         """Return the number of requests that the hidden states of this request represent.
 
-        It is 0 if its states are not captured. All states are captured while the trainer uses its records; a trainer
-        with many untrained records asks for a share of them. At least half of the held-out requests are captured.
-        Every thread may call this, because it uses the last reports only.
+        It is 0 if its states are not captured, and otherwise 1 / probability of capture. A trainer with few untrained
+        records gets the states of all requests. With many, it asks for the states of a share of the requests. The
+        probability for held-out requests is at least one half, or a quarter if training is not profitable. Repeated
+        calls have the same result until the share changes. Every thread may call this, because it uses the last reports
+        only.
         """
         chance = states_probability(self._state_shares.get(domain, 1.0), is_held_out(request, self._held_out))
         return 1 / chance if unit_hash(request.encode(), b"states") < chance else 0.0

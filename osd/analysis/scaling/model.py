@@ -157,7 +157,7 @@ class ScalingModel:
         return max(choice, key=lambda decoding: decoding.speedup)
 
     def resampled(self, generator: np.random.Generator) -> tuple[ScalingModel, Floats]:
-        """Return a model fitted to resampled points, and the residual of a new point.
+        """Return a model fitted to resampled points, and a drawn ``residual`` [figures] of a new point for ``predict``.
 
         Residuals of whole points are resampled with replacement. They are scaled up to the size that is expected for
         points that were not fitted.

@@ -290,14 +290,18 @@ def glance_ratio(step: int) -> float:
 
 
 def glances(wrong: Tensor, usable: Tensor, ratio: float, step: int) -> Tensor:
-    """Return the number of shown answers of each block of k, [B, W] int64 from 0 to k - 1.
+    """Return the number of shown answers of each block of k tokens, [B, W] int64 from 0 to k - 1.
 
-    This is the paper's coupled sequential glancing distillation. The more tokens a first pass predicts wrongly, the
-    more answers the second pass sees at the start of blocks, token and feature; it learns the rest of these blocks.
+    This is the paper's coupled sequential glancing distillation. A second pass reads the first answers of some blocks,
+    each a true token and the target's feature, and learns the rest of these blocks.
+
+    All usable blocks of the micro-batch share one budget: ``ratio`` times the number of their wrong tokens. Blocks in
+    random order get 1 to k - 1 answers each, independent of their own wrong tokens, until the budget is spent. All
+    other blocks get 0.
 
     Args:
         wrong: [B, W, k] whether the first pass predicted a wrong token.
-        usable: [B, W] blocks that may be chosen.
+        usable: [B, W] whether a block may get answers.
         ratio: shown answers for each wrong token.
         step: micro-step, which keys the draws, so that training continues from a version without a difference.
     """

@@ -118,7 +118,7 @@ class TokenSelection:
 
     @cached_property
     def native(self) -> structs.Selection:
-        """C struct of this selection for our kernels."""
+        """C struct for our kernels, with pointers to the tensors of this object."""
         sizes = self.sizes
         return structs.Selection(
             sizes.initial, sizes.top, sizes.local, self.begins.shape[1], sizes.threshold, sizes.compact,
