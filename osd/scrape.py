@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 Labels = frozenset[tuple[str, str]]
@@ -31,8 +32,13 @@ class Scrape:
         Raises:
             ValueError: the text has another format.
         """
+        return cls.of_families(text_string_to_metric_families(text), at)
+
+    @classmethod
+    def of_families(cls, families: Iterable[Metric], at: float = 0.0) -> Scrape:
+        """Return the samples of metric families, such as those of a registry of this process."""
         values: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
-        for family in text_string_to_metric_families(text):
+        for family in families:
             for sample in family.samples:
                 values[sample.name][frozenset(sample.labels.items())] = sample.value
         return cls(at, dict(values))

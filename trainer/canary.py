@@ -91,6 +91,12 @@ class Evidence:
     tokens: int
     weight: float = 1.0
 
+    @classmethod
+    def of(cls, trace: Trace) -> Evidence:
+        """Return the evidence of a request."""
+        accepted, tested = tested_tokens(trace)
+        return cls(trace.drafter_version, accepted, tested, trace.verdict.shape[0], trace.weight)
+
 
 @dataclass
 class Arm:
@@ -167,8 +173,7 @@ class CanaryTrial:
 
     def add(self, trace: Trace) -> None:
         """Count a live request; ignore requests of other versions."""
-        accepted, tested = tested_tokens(trace)
-        self.count(Evidence(trace.drafter_version, accepted, tested, trace.verdict.shape[0], trace.weight))
+        self.count(Evidence.of(trace))
 
     def count(self, evidence: Evidence) -> None:
         """Count evidence that has no trace; ignore evidence on other versions."""
@@ -265,15 +270,21 @@ def expected_rate(per_depth: list[float]) -> float:
 
 
 class Upstreams:
-    """Reader of the counts that taps report for a domain, once a second.
+    """Reader of the counts that upstream servers report for a domain, once a second.
 
-    The difference of two reports belongs to the version of both. It is dropped when the version changed in between.
+    The difference of two reports belongs to the version of both. It is dropped when the version changed in between, and
+    where traces of the same drafts arrive, as these would count twice.
     """
 
     def __init__(self, loads: ReplicaLoads, domain: str) -> None:
         self._loads, self._domain = loads, domain
         self._before: dict[str, UpstreamReport] = {}
         self._next = 0.0
+
+    @property
+    def traced(self) -> bool:
+        """Whether traces of an upstream server arrive."""
+        return any(report.traced for report in self._before.values())
 
     def new(self) -> list[Evidence]:
         """Return the evidence since the previous call; nothing while Redis is down."""
@@ -294,6 +305,8 @@ class Upstreams:
             before = self._before.get(name)
             if before is None or before.version != report.version or report.rounds < before.rounds:
                 continue  # a new server, another version, or a restarted server
+            if report.traced or before.traced:
+                continue
             rounds, accepted = report.rounds - before.rounds, report.accepted - before.accepted
             if rounds:
                 yield Evidence(report.version, accepted, _tested(report) - _tested(before), rounds + accepted)

@@ -155,7 +155,7 @@ class Publisher:
         """Count a live request as evidence on the canary and on drift; on drift start training at once."""
         versions = self._promotion.versions
         if trace.drafter_domain == versions.domain:
-            self._promotion.watch.observe(trace)
+            self._promotion.watch.observe(trace, self._upstreams.traced)
         drift = self._drift.add(trace)
         if drift is None:
             return

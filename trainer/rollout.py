@@ -35,7 +35,7 @@ from trainer.executor import Build
 logger = logging.getLogger(__name__)
 
 _RECALL = "recall"
-_REMEMBERED = 600  # samples of upstreams, of one second each
+_REMEMBERED = 600  # seconds of upstreams, or traced requests of upstreams
 
 GateCheck = Callable[[Trainable, Trainable], GateDecision]
 """Function that evaluates a candidate against the drafter in service with the gate."""
@@ -133,9 +133,11 @@ class CanaryWatch:
         for evidence in self._counted:
             self.canary.count(evidence)
 
-    def observe(self, trace: Trace) -> None:
+    def observe(self, trace: Trace, from_upstream: bool = False) -> None:
         """Count a live request as evidence on the canary."""
-        if self.canary is not None:
+        if from_upstream:
+            self.count(Evidence.of(trace))
+        elif self.canary is not None:
             self.canary.add(trace)
 
     def count(self, evidence: Evidence) -> None:

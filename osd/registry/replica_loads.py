@@ -1,6 +1,6 @@
 """Loads of replicas and their work for each domain, in Redis; the trainer reads them to pause and to measure savings.
 
-Taps report their upstream servers in the same way.
+Taps report their upstream servers in the same way, and so does a vLLM with capture.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ WorkByDomain = dict[str, DomainWork]
 
 
 class UpstreamReport(msgspec.Struct, frozen=True):
-    """Report of a tap on its upstream server.
+    """Report of a tap on its upstream server, or of a vLLM with capture on itself.
 
     Counts are since the start of the server or of the tap.
 
@@ -84,6 +84,8 @@ class UpstreamReport(msgspec.Struct, frozen=True):
         version: drafter version of the domain that drafts there, 0 if unknown.
         rounds: number of drafts, one per sequence and decoding step.
         accepted_per_position: number of accepted tokens at each depth.
+        traced: whether the trainer learns of the drafts in another way, by traces or by another report, so that these
+            counts must not be evidence on a canary.
     """
 
     time: float
@@ -102,6 +104,7 @@ class UpstreamReport(msgspec.Struct, frozen=True):
     rejected_versions: int = 0
     captured: int = 0
     dropped: int = 0
+    traced: bool = False
 
 
 class DomainEffects(msgspec.Struct, frozen=True):
@@ -173,7 +176,7 @@ class ReplicaLoads(RedisClient):
         return self._work.read(WORK_EXPIRY_MS, ATTENTION_MS)
 
     def report_upstream(self, name: str, report: UpstreamReport) -> None:
-        """Report on a server behind a tap; the report is valid for ten seconds."""
+        """Report on an upstream server; the report is valid for ten seconds."""
         self._upstreams.write(name, report, WORK_EXPIRY_MS)
 
     def upstreams(self) -> dict[str, UpstreamReport]:

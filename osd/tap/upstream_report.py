@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from osd.config import Settings
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads, UpstreamReport
+from osd.registry.upstream_metrics import CAPTURING, report_of
 from osd.scrape import Scrape
 from osd.tap.metrics import TapMetrics
 
@@ -22,59 +23,6 @@ logger = logging.getLogger(__name__)
 _LOAD_SECONDS, _SCRAPE_SECONDS = 0.5, 1.0
 _PATIENCE = 2.0  # seconds; a server under load answers late
 _MOST_BYTES = 16 << 20
-_VERSION, _REJECTED = "osd_draft_version", "osd_draft_rejected_total"  # exported by vLLM with osd.vllm.rollout
-
-
-@dataclass(frozen=True)
-class MetricNames:
-    """Names of a server's metrics for the ``fields`` of an ``UpstreamReport``, and for accepted tokens by position."""
-
-    fields: Mapping[str, str]
-    position: str | None = None
-
-
-SERVERS = {
-    "vllm": MetricNames(
-        {
-            "running": "vllm:num_requests_running",
-            "waiting": "vllm:num_requests_waiting",
-            "prompt_tokens": "vllm:prompt_tokens_total",
-            "completion_tokens": "vllm:generation_tokens_total",
-            "rounds": "vllm:spec_decode_num_drafts_total",
-            "drafted": "vllm:spec_decode_num_draft_tokens_total",
-            "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-        },
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-    ),
-    "sglang": MetricNames(
-        {
-            "running": "sglang:num_running_reqs",
-            "waiting": "sglang:num_queue_reqs",
-            "prompt_tokens": "sglang:prompt_tokens_total",
-            "completion_tokens": "sglang:generation_tokens_total",
-        }
-    ),
-}
-"""Servers whose ``/metrics`` are read; for other servers the tap reports its own counts only."""
-
-
-def report_of(scrape: Scrape, domain: str) -> UpstreamReport:
-    """Return the report of a server from its metrics; all counts are 0 if the server is not in ``SERVERS``."""
-    for names in SERVERS.values():
-        if names.fields["running"] in scrape.values:
-            counts = {name: int(scrape.sum(metric)) for name, metric in names.fields.items()}
-            positions = scrape.by(names.position, "position") if names.position else {}
-            ordered = sorted((int(place), int(count)) for (place,), count in positions.items() if place.isdecimal())
-            versions = scrape.by(_VERSION, "domain", of=max)
-            return UpstreamReport(
-                time=scrape.at,
-                domain=domain,
-                version=int(versions.get((domain,), 0)),
-                accepted_per_position=tuple(count for _, count in ordered),
-                rejected_versions=int(scrape.sum(_REJECTED, domain=domain)),
-                **counts,
-            )
-    return UpstreamReport(scrape.at, domain)
 
 
 @dataclass
@@ -123,7 +71,7 @@ class TapReporter:
     def _read_upstream(self, client: httpx2.Client) -> UpstreamReport:
         scrape = _scrape(client, self.url)
         # Keep the last counts while the upstream does not answer: it may not have restarted.
-        known = self._latest if scrape is None else report_of(scrape, self.settings.domain)
+        known = self._latest if scrape is None else _report_of(scrape, self.settings.domain)
         (requests, failed), captured = self.metrics.answered(), self.captured()
         return msgspec.structs.replace(
             known,
@@ -134,6 +82,11 @@ class TapReporter:
             captured=captured["written"],
             dropped=captured["dropped"],
         )
+
+
+def _report_of(scrape: Scrape, domain: str) -> UpstreamReport:
+    """Return the report of the upstream; a vLLM that was started with capture also reports itself."""
+    return msgspec.structs.replace(report_of(scrape, domain), traced=CAPTURING in scrape.values)
 
 
 def _scrape(client: httpx2.Client, url: str) -> Scrape | None:

@@ -346,6 +346,9 @@ def test_tap_reports_the_upstream_to_trainers_and_dashboards(upstream, upstream_
         eventually(lambda: (load := loads.read().get(name)) is not None and load.drafter_version == 4)
         upstream.metrics = vllm_metrics(version=5, rounds=12, accepted=(7, 2))
         eventually(lambda: (now := read()) is not None and (now.version, now.rounds) == (5, 12))
+        assert not read().traced
+        upstream.metrics += "osd_capturing 0.0\n"
+        eventually(lambda: read().traced, what="a server that reports itself is traced")
 
 
 def test_foreign_host_names_are_refused(upstream_url, start):

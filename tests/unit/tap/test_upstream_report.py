@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from osd.registry.replica_loads import UpstreamReport
+from osd.registry.upstream_metrics import report_of
 from osd.scrape import Scrape
-from osd.tap.upstream_report import report_of
 from tests.vllm_metrics import vllm_metrics
 
 
@@ -16,6 +18,12 @@ def test_vllm_report_has_load_tokens_drafts_and_version():
         accepted=18, accepted_per_position=(12, 5, 1),
     )  # fmt: skip
     assert report_of(Scrape.of(text), "another").version == 0
+
+
+@pytest.mark.parametrize("capturing", [0, 1])
+def test_report_is_traced_while_vllm_captures(capturing):
+    text = vllm_metrics(7, rounds=20, accepted=(12, 5, 1)) + f"osd_capturing {capturing}.0\n"
+    assert report_of(Scrape.of(text), "general").traced is bool(capturing)
 
 
 def test_accepted_per_position_is_in_numeric_order():

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -290,6 +291,22 @@ def test_evidence_of_several_servers_is_separate(evidence):
     assert [(sample.version, sample.accepted) for sample in evidence(before, after)] == [(1, 6), (2, 2)]
 
 
+def test_counters_of_a_traced_server_give_no_evidence(evidence):
+    before, after = report(1, 10, (5, 2)), report(1, 30, (15, 6))
+    traced = msgspec.structs.replace(after, traced=True)
+    assert evidence({"a": before}, {"a": traced}) == [], "capture began between the reports"
+    assert evidence({"a": traced}, {"a": report(1, 50, (25, 9))}) == [], "capture ended between the reports"
+    (sample,) = evidence({"a": traced, "b": before}, {"a": traced, "b": after})
+    assert sample.accepted == 14, "the other server is not traced"
+
+
+def test_traces_of_an_upstream_arrive_while_it_reports_them():
+    upstreams = Upstreams(Loads({"a": msgspec.structs.replace(report(1, 10, (5,)), traced=True)}), "general")
+    assert not upstreams.traced
+    upstreams.new()
+    assert upstreams.traced
+
+
 def seconds(version: int, chance: float, count: int) -> list[Evidence]:
     """Return the evidence of ``count`` seconds, each with 40 decoding steps that draft one token."""
     drawn = np.random.default_rng(version).binomial(40, chance, count).tolist()
@@ -299,19 +316,27 @@ def seconds(version: int, chance: float, count: int) -> list[Evidence]:
 @pytest.mark.parametrize(
     ("chance", "action", "stable"), [(0.35, "roll_back", 1), (0.55, "promote", 2), (0.1, "roll_back", 1)]
 )
-def test_server_with_one_drafter_compares_with_the_past(tmp_path, chance, action, stable):
+@pytest.mark.parametrize("traced", [False, True])
+def test_server_with_one_drafter_compares_with_the_past(tmp_path, traced, chance, action, stable):
+    rng = np.random.default_rng(0)
+
+    def drafts(version: int, chance: float) -> Iterator[Callable[[], None]]:
+        for sample in seconds(version, chance, 100):
+            trace = live(rng, version, chance)
+            yield partial(watch.observe, trace, True) if traced else partial(watch.count, sample)
+
     registry = Registry(tmp_path)
     for _ in range(2):
         registry.publish("general", Toy().weights(), Toy().config(), {"gate": {"per_depth": [0.5]}})
     redis = FakeRedis(Rollout(1, 2, 0.5, 0.0))
     lease = Lease(PointerFiles(tmp_path), "general")
     watch = CanaryWatch(DomainVersions("general", registry, redis, redis, lease), 1e9)
-    for sample in seconds(1, 0.5, 100):
-        watch.count(sample)
+    for draft in drafts(1, 0.5):
+        draft()
     assert watch.decide(0.0) is None
     watch.follow(Rollout(1, 2, 0.5, 0.0))
-    for sample in seconds(2, chance, 100):
-        watch.count(sample)
+    for draft in drafts(2, chance):
+        draft()
         if (judgement := watch.decide(0.0)).action != "watch":
             break
     print(judgement)

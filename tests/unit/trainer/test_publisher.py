@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -14,6 +15,7 @@ from osd.learning.gate import GateDecision
 from osd.registry.training import VersionEffect
 from osd.registry.versions import Version
 from tests.unit.learning.toys import Toy, gate_figures
+from tests.unit.trainer.traffic import live
 from trainer import publisher as module
 from trainer.canary import CanaryTrial, Judgement
 from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, version_effect
@@ -73,6 +75,13 @@ def test_acquire_version_failure_gives_the_reason(parts, lease, failure, reason)
     with pytest.raises(NotYetError, match=f"^{reason}$"):
         parts.publisher.acquire_version()
     assert parts.promotion.load_stable.called is lease, "the version of another trainer is not loaded"
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_traced_upstream_is_remembered_for_the_stable_version(parts, traced):
+    parts.upstreams.traced, trace = traced, live(np.random.default_rng(0), 1, 0.5)
+    parts.publisher.observe(trace, parts.learner)
+    parts.promotion.watch.observe.assert_called_once_with(trace, traced)
 
 
 @pytest.mark.parametrize(("error", "seconds"), [(RedisConnectionError("gone"), 2.0), (OSError("full"), 10.0)])
