@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-_SERVERS = ("redis-server", "raylet", "gcs_server", "ray::", "osd.cli", "prometheus", "chromium")
+_SERVERS = ("redis-server", "raylet", "gcs_server", "ray::", "osd.cli", "osd.vllm.assembler", "prometheus", "chromium")
 _MARK = "TESTS_STARTED_BY"  # without the prefix OSD_, which tests remove from the environment
 
 

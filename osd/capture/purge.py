@@ -45,7 +45,7 @@ class RemovedData(msgspec.Struct, frozen=True):
     """Answer of a member to a purge.
 
     Attributes:
-        records: the number of records removed from a trainer's memory.
+        records: the number of records removed from a trainer's memory, or of requests whose trace was being built.
         learnt: whether the drafter in training was trained on the request.
         entries: the number of entries removed from a replica's n-gram cache.
     """

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,21 +24,18 @@ SILENT_SECONDS = 60.0
 """Time without rows after which a request ends; vLLM reports an end only with its next step."""
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Common fields of the traces of a worker.
 
     Attributes:
         target: the label of the target.
         drafter_domain: the domain of the drafter.
         source: the name of the drafter as a source of draft tokens.
-        segment: the limit on completion tokens of a trace.
     """
 
     target: str
     drafter_domain: str
     source: str
-    segment: int
 
 
 class Assembly:
@@ -51,6 +49,7 @@ class Assembly:
     def __init__(
         self,
         origin: Origin,
+        segment: int,
         count: Callable[[str], object],
         is_purged: Callable[[str], bool] = lambda request_id: False,
         *,
@@ -61,13 +60,14 @@ class Assembly:
 
         Args:
             origin: common fields of all traces.
+            segment: limit on the completion tokens of a trace.
             count: called with the name of each event: ``requests``, ``traces``, ``gaps``, ``limited``, ``expired`` or
                 ``purged``.
             is_purged: returns whether a request id was purged, so that its capture does not begin.
             max_requests: limit on open requests.
             max_bytes: limit on the bytes of open requests.
         """
-        self._origin, self._count, self._is_purged = origin, count, is_purged
+        self._origin, self._segment, self._count, self._is_purged = origin, segment, count, is_purged
         self._max_requests, self._max_bytes = max_requests, max_bytes
         self._open: dict[str, _Request] = {}
         self._bytes = 0
@@ -109,7 +109,7 @@ class Assembly:
             if not is_next:
                 traces += self._end_early(key, "gaps")
                 continue
-            traces += self._build(request, least=self._origin.segment)
+            traces += self._build(request, least=self._segment)
             if self._bytes > self._max_bytes and key in self._open:
                 traces += self._end_early(key, "limited")
         for key in record.ended:
@@ -153,7 +153,7 @@ class Assembly:
         elif len(self._open) >= self._max_requests:
             self._count("limited")
         else:
-            request = _Request(admission, self._origin, version, now)
+            request = _Request(admission, self._origin, self._segment, version, now)
             self._open[admission.key] = request
             self._bytes += request.nbytes
             self._count("requests")
@@ -223,6 +223,7 @@ class _Request:
 
     admission: Admission
     origin: Origin
+    segment: int
     version: int
     touched: float
     pending: int = 0
@@ -283,7 +284,7 @@ class _Request:
         """Return the next segment and begin another one, whose context are the last tokens until then."""
         admission, origin = self.admission, self.origin
         rows, context = np.concatenate(self._tokens), self._context
-        rows = rows[: min(origin.segment, admission.max_tokens - self._built)]
+        rows = rows[: min(self.segment, admission.max_tokens - self._built)]
         stops = np.flatnonzero(np.isin(rows["token"], admission.stop_ids))
         if len(stops):
             rows = rows[: stops[0] + 1]
@@ -327,7 +328,7 @@ class _Request:
     def _begin_next(self, built: NDArray[Any], states: NDArray[Any] | None, scale: NDArray[Any] | None) -> None:
         length = len(built)
         context = np.concatenate([self._context, built["token"]])
-        self._context = context[-self.origin.segment :].copy()
+        self._context = context[-self.segment :].copy()
         passed = len(context) - len(self._context)
         rest = np.concatenate(self._tokens)[length:]
         self._number, self._built, self.pending = self._number + 1, self._built + length, len(rest)

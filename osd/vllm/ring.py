@@ -30,7 +30,7 @@ takes 12.9 MB. A step that reads 16,384 tokens of prompts takes 208 MB and fits 
 COUNTERS = (
     *("frames", "dropped", "dropped_bytes"),
     *("damaged", "holes", "refused", "requests", "traces", "gaps", "limited", "expired", "purged", "written"),
-    *("lost_queue", "lost_closed", "lost_encoding", "lost_redis", "lost_budget"),
+    *("lost_queue", "lost_closed", "lost_encoding", "lost_redis"),
 )
 """Names of the counters in a ring; the producer counts the first three, and the consumer all others."""
 

@@ -1,0 +1,112 @@
+"""Assembler process of a vLLM worker, and the ring that takes step records to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+
+from osd.vllm.assembly import Origin
+from osd.vllm.ring import Ring
+from osd.vllm.steps import StepRecord, encode
+
+log = logging.getLogger(__name__)
+
+BAD_SETTINGS = 2
+"""Exit code of an assembler that cannot run with its settings, so another start is useless."""
+
+_LOWEST_PRIORITY = 19
+_POLL_SECONDS = 0.1
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds until the next start; each end doubles the pause
+_HEALTHY_SECONDS = 60.0  # a process that ran for this time ends with the first pause
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """Argument of an assembler process, as JSON.
+
+    Attributes:
+        ring: the name of the ring with step records.
+        parent: the process id of the worker.
+        member: the name of the worker in traces and purges.
+        origin: the common fields of its traces.
+    """
+
+    ring: str
+    parent: int
+    member: str
+    origin: Origin
+
+
+class AssemblerProcess:
+    """Assembler of traces in a process of the lowest priority, which a thread starts again when it ends.
+
+    No method waits for the process. A record that finds the ring full is dropped and counted.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        """Create the ring and start the process.
+
+        Raises:
+            osd.vllm.ring.RingError: there is not enough shared memory.
+        """
+        self._ring = Ring.create()
+        member = f"vllm-{socket.gethostname()}-{os.getpid()}"
+        self._assignment = Assignment(self._ring.name, os.getpid(), member, origin)
+        self._restarts = 0
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="osd-assembler", daemon=True).start()
+
+    def put(self, record: StepRecord) -> bool:
+        """Send a record to the assembler; return False when it is dropped. For one thread."""
+        return self._ring.put(encode(record))
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of the ring, and the number of ``restarts`` of the process."""
+        return {**self._ring.counters(), "restarts": self._restarts}
+
+    def close(self) -> None:
+        """Delete the ring; the process writes the traces of the records that it has, and ends."""
+        self._closed.set()
+        self._ring.close()
+
+    def _watch(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self._closed.is_set():
+            started = time.monotonic()
+            code = self._run()
+            if self._closed.is_set():
+                return
+            if code == BAD_SETTINGS:
+                return log.error("the assembler cannot run with its settings: no traces are captured")
+            pause = _FIRST_PAUSE if time.monotonic() - started > _HEALTHY_SECONDS else pause
+            log.warning("the assembler of traces ended with code %s; it starts again in %g s", code, pause)
+            self._closed.wait(pause)
+            pause, self._restarts = min(2 * pause, _LONGEST_PAUSE), self._restarts + 1
+
+    def _run(self) -> int | None:
+        """Run the process until its end and return its exit code; return None when it cannot be started."""
+        argument = msgspec.json.encode(self._assignment).decode()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "osd.vllm.assembler", argument],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **_ONE_THREAD},
+                start_new_session=True,  # Ctrl-C in the terminal does not reach it; it ends with this process
+            )
+        except OSError as error:
+            log.warning("the assembler of traces cannot be started: %s", error)
+            return None
+        os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+        while process.poll() is None:
+            if self._closed.wait(_POLL_SECONDS):
+                process.terminate()
+                process.wait()
+        return process.returncode
