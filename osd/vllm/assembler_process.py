@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -61,6 +62,7 @@ class AssemblerProcess:
         self._assignment = Assignment(self._ring.name, os.getpid(), member, origin)
         self._restarts = 0
         self._closed = threading.Event()
+        atexit.register(self.close)
         threading.Thread(target=self._watch, name="osd-assembler", daemon=True).start()
 
     def put(self, record: StepRecord) -> bool:
@@ -73,6 +75,7 @@ class AssemblerProcess:
 
     def close(self) -> None:
         """Delete the ring; the process writes the traces of the records that it has, and ends."""
+        atexit.unregister(self.close)
         self._closed.set()
         self._ring.close()
 

@@ -76,6 +76,16 @@ def test_program_that_cannot_be_started_is_tried_again(monkeypatch, caplog):
     assert "the assembler of traces cannot be started" in caplog.records[0].message
 
 
+def test_worker_that_exits_deletes_its_ring():
+    code = (
+        "from osd.vllm.assembler_process import AssemblerProcess\n"
+        "from osd.vllm.assembly import Origin\n"
+        "AssemblerProcess(Origin('tiny', 'code', 'eagle'))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "leaked" not in ended.stderr
+
+
 def test_assembler_imports_no_pytorch():
     code = "import osd.vllm.assembler, osd.vllm.assembler_process, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -307,6 +307,20 @@ def test_change_of_the_arrays_ends_all_requests(assembly, counts, fields):
     assert counts["gaps"] == 2
 
 
+def test_step_without_rows_changes_no_array(assembly, counts):
+    begin(assembly)
+    none = np.empty((0, 0))
+    empty = {
+        "target_ids": none.astype(np.int32),
+        "target_logp": none.astype(np.float16),
+        "states": none.astype(np.int8),
+    }
+    assembly.add(step_record(**{name: Array.of(values) for name, values in empty.items()}), now=0.0)
+    assembly.add(step_record([SECOND]), now=0.0)
+    assert completions(assembly.end_all()) == [[7, 8, 9]]
+    assert not counts["gaps"]
+
+
 def test_request_without_rows_for_long_ends(assembly, counts):
     begin(assembly, "a")
     begin(assembly, "b")
