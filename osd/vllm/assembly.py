@@ -265,7 +265,7 @@ class _Request:
             read, expected = 0 if states is None else len(states), self._cursor
         end = start + read  # position of the last new token
         known = self._length - (end - len(new) + 1)  # new tokens that are known already
-        if start > expected or read < len(new) or known < 0:
+        if start > expected or known < 0:
             return False
         if len(new) and known and not self._is_repeated(new["token"], known):
             return False

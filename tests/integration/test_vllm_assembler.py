@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from itertools import count
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -21,10 +23,14 @@ from osd.capture.server import RedisServer
 from osd.capture.streams import stream_of
 from osd.capture.trace import FIELD, decode
 from osd.config import load_settings
-from osd.vllm.assembler_process import AssemblerProcess
+from osd.vllm.assembler import Assembler
+from osd.vllm.assembler_process import AssemblerProcess, Assignment
 from osd.vllm.assembly import Origin
+from osd.vllm.ring import Ring
+from osd.vllm.steps import encode
+from tests.redis_servers import TcpProxy
 from tests.unit.vllm.step_records import admission, step_record
-from tests.waiting import wait_until
+from tests.waiting import background, wait_until
 
 ORIGIN = Origin("tiny@abc", "code", "eagle")
 STREAM = stream_of("osd:traces", "general")
@@ -68,7 +74,9 @@ def requests(client):
 
 
 def test_assembler_writes_traces_at_the_lowest_priority(assembler, redis_client):
-    assert psutil.Process(running()).nice() == 19
+    pid = running()
+    assert psutil.Process(pid).nice() == 19
+    assert os.getsid(pid) != os.getsid(0), "Ctrl-C does not end it"
     send(assembler, "a", weight=4.0)
     end(assembler, "a")
     (trace,) = wait_until(lambda: written(redis_client))
@@ -124,6 +132,24 @@ def test_stalled_assembler_never_blocks_the_worker(assembler, redis_client):
     assert assembler.counters()["holes"] == 1
 
 
+def test_record_that_is_not_valid_ends_all_requests(assembler, redis_client):
+    send(assembler, "a")
+    assembler.put(step_record(starts=None))
+    assert wait_until(lambda: requests(redis_client)) == ["response-a"]
+    assert assembler.counters()["refused"] == 1
+
+
+def test_silent_request_is_written_without_an_end(redis_url, redis_client, monkeypatch):
+    monkeypatch.setattr("osd.vllm.assembly.SILENT_SECONDS", 0.0)
+    stopped = threading.Event()
+    with closing(Ring.create(1 << 20)) as ring:
+        assembler = Assembler(Assignment(ring.name, os.getppid(), "vllm-test", ORIGIN), load_settings(), redis_url)
+        with closing(assembler), background(lambda: assembler.run(stopped.is_set), stopped.set):
+            ring.put(encode(step_record([("a", 0, 5, [7], [-1], 0)], begun=[admission("a")])))
+            assert wait_until(lambda: requests(redis_client)) == ["response-a"]
+        assert ring.counters()["expired"] == 1
+
+
 def test_terminated_assembler_writes_open_requests(assembler, redis_client):
     send(assembler, "a")
     wait_until(lambda: assembler.counters()["requests"] == 1)
@@ -136,6 +162,7 @@ WORKER = """
 import sys, time
 from osd.vllm.assembler_process import AssemblerProcess
 from osd.vllm.assembly import Origin
+from tests.redis_servers import TcpProxy
 from tests.unit.vllm.step_records import admission, step_record
 assembler = AssemblerProcess(Origin("tiny@abc", "code", "eagle"))
 assembler.put(step_record([("a", 0, 5, [7], [-1], 0)], begun=[admission("a")]))
@@ -205,6 +232,29 @@ def test_purge_of_an_open_request_leaves_no_trace(assembler, redis_url, redis_cl
     end(assembler, "open-0", "open-1", "late", "other")
     wait_until(lambda: requests(redis_client) == ["response-other"])
     assert assembler.counters()["purged"] == 3
+
+
+def test_purge_waits_for_traces_in_the_queue(redis_url, redis_client, monkeypatch, tmp_path):
+    port = urlsplit(redis_url).port
+    with TcpProxy(port) as proxy:
+        monkeypatch.setenv("OSD_REDIS_URL", redis_url.replace(f":{port}", f":{proxy.port}"))
+        with closing(AssemblerProcess(ORIGIN)) as assembler:
+            send(assembler, "first")
+            end(assembler, "first")
+            wait_until(lambda: requests(redis_client))
+            keys = [f"{number}" for number in range(40)]
+            for key in keys:
+                send(assembler, key)
+            wait_until(lambda: assembler.counters()["requests"] == 41)
+            proxy.delay = 0.03
+            end(assembler, *keys)
+            wait_until(lambda: assembler.counters()["traces"] == 41)
+            settings = load_settings(overrides=[f"home={tmp_path}", f"redis_url={redis_url}"])
+            forget(settings, redis_url, Actor("test", "test"), "response-39")
+            wait_until(lambda: assembler.counters()["written"] == 41)
+            pid = running()
+        wait_until(lambda: not psutil.pid_exists(pid))
+    assert sorted(requests(redis_client)) == sorted(f"response-{key}" for key in ("first", *keys[:-1]))
 
 
 def test_purges_before_the_start_are_applied(redis_url, redis_client, monkeypatch):

@@ -274,6 +274,13 @@ def test_gap_ends_the_request(assembly, counts, weight, gap):
     assert assembly.add(form(later), now=0.0) == []
 
 
+def test_missing_chunk_of_a_prompt_ends_the_request(assembly, counts):
+    assembly.add(step_record([("a", 0, 2, [], [], 0)], begun=[admission("a")]), now=0.0)
+    assembly.add(step_record([("a", 3, 2, [7], [-1], 0)]), now=0.0)
+    assert assembly.end_all() == []
+    assert counts["gaps"] == 1
+
+
 def test_request_whose_states_are_lost_ends(assembly, counts):
     begin(assembly)
     assert completions(assembly.add(without_states(step_record([SECOND])), now=0.0)) == [[7]]
