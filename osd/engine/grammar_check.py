@@ -26,7 +26,8 @@ _EOS = 256
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,
-    max_items_in_row=1000,  # the library compares each new item of an ambiguous grammar with all others
+    # One item for each entry of a choice. The library compares each new item of an ambiguous grammar with all others.
+    max_items_in_row=1100,
     step_max_items=20_000,
     max_lexer_states=20_000,
     max_grammar_size=100_000,

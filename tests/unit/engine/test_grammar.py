@@ -32,6 +32,7 @@ from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
 from osd.engine.step import StepOutcome
 from osd.verification.tree import ROOT
+from serving.api.structured import MOST_CHOICES
 from tests.tiny import VOCABULARY, tokenizer
 from tests.unit.engine.harness import GREEDY, Client, Oracle, make_drafter, prompts, running
 
@@ -535,6 +536,15 @@ def test_grammar_with_too_many_alternatives_ends_its_answer(grammars: GrammarCom
     GrammarConstraint(grammars.compile("json", json.dumps({**properties, "required": names}))).advance(*ids("{"))
     with pytest.raises(GrammarError, match="too complex after 1 tokens"):  # any of 300 properties may come next
         GrammarConstraint(grammars.compile("json", json.dumps(properties))).advance(*ids("{"))
+
+
+def test_choice_may_have_the_largest_number_of_entries(grammars: GrammarCompiler) -> None:
+    choices = [f"choice {number:04}" for number in range(MOST_CHOICES)]
+    constraint = GrammarConstraint(grammars.compile("choice", json.dumps(choices)))
+    for token in ids(choices[-1]):
+        assert constraint.allowed(())[token]
+        constraint.advance(token)
+    assert constraint.complete
 
 
 def test_work_for_drafts_is_limited_and_ends_no_answer(
