@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -304,3 +305,10 @@ def test_replica_refuses_a_long_text_without_its_tokens(replicas):
     with pytest.raises(TextTooLongError):
         replica.encode_chat([{"role": "user", "content": text}], [], {}, 1000)
     assert len(replica.encode(text[:1001], False, 1000)) == 1001
+
+
+def test_replica_holds_no_memory_of_an_encoded_text(replicas):
+    replica = replicas.start("one")
+    before = psutil.Process().memory_info().rss
+    assert len(replica.encode("ab " * 300_000, False)) == 900_000
+    assert psutil.Process().memory_info().rss - before < 100 << 20
