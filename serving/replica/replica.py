@@ -21,6 +21,7 @@ from osd.config import Settings
 from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
+from osd.learning.record_worth import RecordWorth
 from osd.recall.memory import KEPT
 from osd.registry.events import Events
 from osd.registry.object_storage import storage_of
@@ -42,7 +43,6 @@ from serving.metrics.report import Report, ServiceTotals
 from serving.replica.domain_watcher import DomainWatcher
 from serving.replica.outcome_sharer import OutcomeSharer
 from serving.replica.recall_keeper import RecallKeeper
-from serving.replica.record_worth import RecordWorth
 from serving.replica.reporter import Control, Reporter, Switches
 from serving.replica.rollout_follower import (
     DrafterCache,

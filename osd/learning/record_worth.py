@@ -46,32 +46,16 @@ class RecordWorth:
 
     def __call__(self, trace: Trace) -> float:
         """Return the score of a trace."""
-        self._update(trace.domain)
+        self.update(trace.domain)
         if is_held_out(trace.request_id, self._held_out):
             return HELD_OUT_SCORE
         return score(trace, self._worth.get(trace.domain, 0.0) if self._worth else 1.0)
 
     def note(self, trace: Trace) -> None:
         """Note the trace's domain, so that its reports are read."""
-        self._update(trace.domain)
+        self.update(trace.domain)
 
-    def states_weight(self, domain: str, request: str) -> float:
-        """Return the number of requests that the hidden states of this request represent.
-
-        It is 0 if its states are not captured, and otherwise 1 / probability of capture. A trainer with few untrained
-        records gets the states of all requests. With many, it asks for the states of a share of the requests. The
-        probability for held-out requests is at least one half, or a quarter if training is not profitable. Repeated
-        calls have the same result until the share changes. Every thread may call this, because it uses the last reports
-        only.
-        """
-        chance = states_probability(self._state_shares.get(domain, 1.0), is_held_out(request, self._held_out))
-        return 1 / chance if unit_hash(request.encode(), b"states") < chance else 0.0
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._reports.close()
-
-    def _update(self, domain: str) -> None:
+    def update(self, domain: str) -> None:
         """Read the reports of the latest domains when ``domain`` is new, and otherwise every ``STATES_SECONDS``."""
         is_known = domain in self._domains
         self._domains.pop(domain, None)
@@ -93,6 +77,22 @@ class RecordWorth:
         self._worth = {
             domain: 1.0 if value is None else value / largest if largest else 0.0 for domain, value in worth.items()
         }
+
+    def states_weight(self, domain: str, request: str) -> float:
+        """Return the number of requests that the hidden states of this request represent.
+
+        It is 0 if its states are not captured, and otherwise 1 / probability of capture. A trainer with few untrained
+        records gets the states of all requests. With many, it asks for the states of a share of the requests. The
+        probability for held-out requests is at least one half, or a quarter if training is not profitable. Repeated
+        calls have the same result until the share changes. Every thread may call this, because it uses the last reports
+        only.
+        """
+        chance = states_probability(self._state_shares.get(domain, 1.0), is_held_out(request, self._held_out))
+        return 1 / chance if unit_hash(request.encode(), b"states") < chance else 0.0
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._reports.close()
 
 
 def score(trace: Trace, worth: float) -> float:

@@ -7,9 +7,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.config import TrainerSettings
+from osd.learning.record_worth import HELD_OUT_SCORE, MIN_SCORE, RecordWorth
 from osd.learning.replay import is_held_out
 from osd.registry.training import FundReport, Training
-from serving.replica.record_worth import HELD_OUT_SCORE, MIN_SCORE, RecordWorth
 from tests.clocks import Clock
 from tests.unit.learning.toys import make_trace
 
