@@ -18,6 +18,7 @@ from osd.registry.object_storage import storage_of
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry, VersionError
 from osd.target.files import TargetError
+from osd.target.identity import identify
 from osd.target.load import target_directory
 
 EXPORT_ERRORS = (VersionError, TargetError, drafting.DrafterError, formats.FormatError, OSError)
@@ -61,7 +62,8 @@ def export(settings: Settings, version: int, form: str, folder: Path) -> Version
     source, folder, depth = settings.target.source, folder.absolute(), settings.growth.lookahead
     is_local = source.startswith("pypi:") or Path(source).expanduser().exists()
     name = str(target) if is_local else source
-    formats.write(drafter, form, formats.ExportOrigin(settings.domain, version, name, target, depth), folder)
+    label = identify(source, target).label
+    formats.write(drafter, form, formats.ExportOrigin(settings.domain, version, name, target, depth, label), folder)
     try:
         return VersionExport(name, formats.vllm_config(drafter, form, folder, depth))
     except formats.FormatError as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -15,9 +13,9 @@ from osd.registry.local_storage import LocalStorage
 from osd.registry.pointer_file import PointerFiles, Rollout
 from osd.registry.storage import Storage
 from osd.registry.versions import Registry, VersionError
+from osd.vllm.exported import ExportedDrafter
 from osd.vllm.settings import REGISTRY, SettingsError, VllmSettings
 
-_PROVENANCE = "osd.json"
 _CACHE, _KEPT = Path("~/.cache/osd/vllm"), 2  # cached versions from an object store
 
 
@@ -46,15 +44,9 @@ class PublishedDrafter:
         """
         if settings.registry is None:
             raise SettingsError(f"{REGISTRY} must name the registry, a folder or s3://bucket/path")
-        try:
-            provenance = json.loads(Path(folder or "", _PROVENANCE).read_bytes())
-            self.domain, self.started = str(provenance["domain"]), int(provenance["version"])
-            self._drafter: dict[str, Any] = dict(provenance["drafter"])
-            self._file = next(iter(sorted(Path(folder or "").glob("*.safetensors"))))
-        except (OSError, ValueError, KeyError, TypeError, StopIteration):
-            raise SettingsError(
-                f"{folder} holds no drafter that osd drafters export wrote: start vLLM with such an export"
-            ) from None
+        export = ExportedDrafter.read(folder)
+        self.domain, self.started, self._drafter = export.domain, export.version, export.drafter
+        self._file = export.weights
         storage = _storage(settings.registry)
         self._registry, self._pointer = Registry(storage), PointerFiles(storage)
 

@@ -13,7 +13,9 @@ from osd.config import Settings
 from osd.drafting.eagle.drafter import Eagle
 from osd.registry.pointer_file import PointerFiles, Rollout
 from osd.registry.versions import Registry
+from osd.target.identity import identify
 from osd.target.model import load_model
+from osd.vllm.exported import ExportedDrafter
 
 
 class ExportSetup:
@@ -84,3 +86,8 @@ def test_failed_export_is_reported_and_repeated_a_minute_later(setup, monkeypatc
         "version 2 is exported, and the command has run",
         "general/9: no such drafter version; trying again in 60 s",
     ]
+
+
+def test_export_names_its_target_as_traces_do(setup, tiny_target):
+    exporting.export(setup.settings, 1, "speculators", setup.out / "1")
+    assert ExportedDrafter.read(str(setup.out / "1")).target == identify(str(tiny_target), tiny_target).label

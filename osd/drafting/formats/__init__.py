@@ -15,6 +15,7 @@ from osd.drafting.formats.medusa import MedusaHeads
 from osd.drafting.formats.speculators import Speculators
 from osd.drafting.formats.transformers import Transformers
 from osd.drafting.trainable import Trainable
+from osd.target.identity import identify
 
 FORMATS: dict[str, Format] = {
     "speculators": Speculators(),
@@ -46,7 +47,8 @@ def write(drafter: Trainable, name: str, origin: ExportOrigin, folder: Path) -> 
     try:
         chosen.write(drafter, origin, temporary)
         provenance = {"domain": origin.domain, "version": origin.version, "drafter": drafter.config()}
-        provenance |= {"sha256": _hash(temporary / chosen.weights)}
+        label = origin.label or identify(origin.name, origin.target).label
+        provenance |= {"sha256": _hash(temporary / chosen.weights), "target": label}
         (temporary / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
         os.replace(temporary, folder)  # onto an empty directory or nothing
     except BaseException:

@@ -26,6 +26,7 @@ class ExportOrigin:
     """Origin of an exported drafter: ``version`` of ``domain``, for the target in the directory ``target``.
 
     ``name`` is the target's hub id or directory, for other libraries. ``depth`` is the default number of draft tokens.
+    ``label`` is the target's label in traces; by default it follows from ``name`` and ``target``.
     """
 
     domain: str
@@ -33,6 +34,7 @@ class ExportOrigin:
     name: str
     target: Path
     depth: int
+    label: str = ""
 
 
 class Format(ABC):
