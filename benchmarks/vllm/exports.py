@@ -32,8 +32,8 @@ FORMATS = {exported.kind: name for name, exported in formats.FORMATS.items()}
 CLOSE = 0.03
 """Largest difference to our engine's acceptance rate."""
 FOLLOWING = (
-    *("--worker-extension-cls", "osd.vllm.draft_weights.DraftWeights"),
-    *("--middleware", "osd.vllm.rollout.RolloutFollower"),
+    *("--worker-extension-cls", "osd.vllm.worker.Osd"),
+    *("--middleware", "osd.vllm.middleware.Osd"),
 )
 """Arguments with which vLLM follows the registry in OSD_VLLM_REGISTRY."""
 

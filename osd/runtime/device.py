@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from osd.runtime.machine import usable_cores
@@ -48,7 +49,7 @@ def seconds_between(first: Timestamp, last: Timestamp) -> float:
     return last - first
 
 
-def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def to_device(values: Sequence[float] | NDArray[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return ``values`` [n] as a tensor on ``device``, without waiting for the copy."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

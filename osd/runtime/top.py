@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from osd.runtime.device import Arriving, to_device
@@ -38,7 +40,9 @@ class Top:
         return Top(self.ids[start:stop], self.logp[start:stop], self.tail[start:stop])
 
 
-def most_probable(logits: Tensor, rows: Sequence[int], k: int, support: Tensor | None = None) -> Top:
+def most_probable(
+    logits: Tensor, rows: Sequence[int] | NDArray[np.int64], k: int, support: Tensor | None = None
+) -> Top:
     """Return the ``k`` most probable tokens of each of the n ``rows`` of logits [.., vocabulary].
 
     ``support`` [vocabulary] are the target ids of the columns; None if a column's index is its id. The kernel reads
@@ -49,7 +53,7 @@ def most_probable(logits: Tensor, rows: Sequence[int], k: int, support: Tensor |
     return result if support is None else Top(support[result.ids], result.logp, result.tail)
 
 
-def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:
+def _native(logits: Tensor, rows: Sequence[int] | NDArray[np.int64], k: int) -> Top:
     library = kernels()
     assert library is not None  # noqa: S101
     count = len(rows)
@@ -71,7 +75,7 @@ def _native(logits: Tensor, rows: Sequence[int], k: int) -> Top:
     return result
 
 
-def reference(logits: Tensor, rows: Sequence[int], k: int) -> Top:
+def reference(logits: Tensor, rows: Sequence[int] | NDArray[np.int64], k: int) -> Top:
     """Return ``most_probable`` by PyTorch, for logits on any device and of any dtype."""
     chosen = logits.flatten(0, -2)[to_device(rows, logits.device)]
     values, ids = chosen.topk(k, -1)

@@ -1,22 +1,17 @@
-"""Middleware of vLLM (``--middleware``) that loads the drafter version of the rollout pointer.
-
-It needs the worker extension ``osd.vllm.draft_weights.DraftWeights``.
-"""
+"""Updates of vLLM's draft model to the drafter version of the rollout pointer."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 
 from osd.registry.pointer_file import Rollout
 from osd.vllm.published import PublishedDrafter
-from osd.vllm.settings import SettingsError, VllmSettings
+from osd.vllm.settings import VllmSettings
 
 log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers only
 
@@ -25,50 +20,20 @@ VERSION = "osd_draft_version"
 
 _PERIOD, _POLL_SECONDS, _READ_SECONDS, _REFUSED_SECONDS = 1.0, 0.05, 120.0, 60.0
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
+class Follower:
+    """Loop that compares the loaded version with the pointer once a second.
 
-class RolloutFollower:
-    """ASGI middleware that forwards all requests and keeps the draft model at the version of the rollout pointer.
-
-    This is the canary if there is a canary and this server tries canaries, otherwise the stable version.
+    The version is the canary if there is a canary and this server tries canaries, otherwise the stable version.
     """
 
-    def __init__(self, app: Application) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Call the application; follow the pointer during the lifespan of the server."""
-        if scope["type"] != "lifespan":
-            return await self._app(scope, receive, send)
-        try:
-            follower = _Follower(scope["app"].state.engine_client)
-        except SettingsError as error:
-            await receive()
-            # This message stops the server. After an exception, the server would continue without updates.
-            return await send({"type": "lifespan.startup.failed", "message": str(error)})
-        following = asyncio.ensure_future(follower.follow())
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
-
-
-class _Follower:
-    """Loop that compares the loaded version with the pointer once a second."""
-
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, settings: VllmSettings) -> None:
         """Follow the pointer for ``engine``, vLLM's client of its engine.
 
         Raises:
             SettingsError: there is no registry or no exported drafter.
         """
-        self._engine, settings = engine, VllmSettings.from_environment()
+        self._engine = engine
         speculative = engine.vllm_config.speculative_config
         self._published = PublishedDrafter(settings, None if speculative is None else speculative.model)
         self._canary, self._loaded = settings.canary, self._published.started

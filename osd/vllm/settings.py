@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 _PREFIX = "OSD_VLLM_"
 MEGABYTES, REGISTRY, CANARY = f"{_PREFIX}MEGABYTES", f"{_PREFIX}REGISTRY", f"{_PREFIX}CANARY"
+CAPTURE = f"{_PREFIX}CAPTURE"
 REDIS_URL = "OSD_REDIS_URL"
-_VARIABLES = (MEGABYTES, REGISTRY, CANARY)
+_VARIABLES = (MEGABYTES, REGISTRY, CANARY, CAPTURE)
 _LEAST, _MOST = 8, 1_000_000
 
 
@@ -26,12 +27,14 @@ class VllmSettings:
         redis_url: Redis through which processes share decoded tokens; None without sharing.
         registry: registry of draft weights; None without updates.
         canary: whether this server tries canary versions.
+        capture: whether traces are captured.
     """
 
     megabytes: int = 512
     redis_url: str | None = None
     registry: str | None = None
     canary: bool = True
+    capture: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> VllmSettings:
@@ -48,7 +51,17 @@ class VllmSettings:
         megabytes = environ.get(MEGABYTES, str(cls.megabytes))
         if not (megabytes.isascii() and megabytes.isdigit() and _LEAST <= int(megabytes) <= _MOST):
             raise SettingsError(f"{MEGABYTES} must be a whole number from {_LEAST} to {_MOST}, not {megabytes!r}")
-        canary = environ.get(CANARY, "1")
-        if canary not in ("0", "1"):
-            raise SettingsError(f"{CANARY} must be 0 or 1, not {canary!r}")
-        return cls(int(megabytes), environ.get(REDIS_URL) or None, environ.get(REGISTRY) or None, canary == "1")
+        return cls(
+            int(megabytes),
+            environ.get(REDIS_URL) or None,
+            environ.get(REGISTRY) or None,
+            _switch(environ, CANARY, cls.canary),
+            _switch(environ, CAPTURE, cls.capture),
+        )
+
+
+def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    value = environ.get(name, str(int(default)))
+    if value not in ("0", "1"):
+        raise SettingsError(f"{name} must be 0 or 1, not {value!r}")
+    return value == "1"

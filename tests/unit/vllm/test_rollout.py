@@ -27,8 +27,8 @@ from osd.registry.versions import Registry, VersionError
 from osd.target.model import load_model
 from osd.vllm import rollout
 from osd.vllm.draft_weights import DraftWeights
+from osd.vllm.middleware import Osd
 from osd.vllm.published import Checkpoint, PublishedDrafter
-from osd.vllm.rollout import RolloutFollower
 from osd.vllm.settings import VllmSettings
 
 
@@ -150,7 +150,7 @@ def serve(engine: Engine, act: Callable[[], None], until: Callable[[], object]) 
         messages.append((message["type"], message.get("message")))
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    asyncio.run(RolloutFollower(application)({"type": "lifespan", "app": app}, receive, send))
+    asyncio.run(Osd(application)({"type": "lifespan", "app": app}, receive, send))
     return messages
 
 
@@ -269,7 +269,7 @@ def test_requests_are_forwarded_unchanged(world):
         seen.append(given)
 
     given = {"type": "http"}, object(), object()
-    asyncio.run(RolloutFollower(application)(*given))  # type: ignore[arg-type]
+    asyncio.run(Osd(application)(*given))  # type: ignore[arg-type]
     assert seen == [given]
 
 

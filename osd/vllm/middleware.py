@@ -1,0 +1,86 @@
+"""Middleware of vLLM (``--middleware``) that loads new drafter versions, and captures traces if it is asked to.
+
+It needs the worker extension ``osd.vllm.worker.Osd``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from osd.vllm.consent import Message, Receive, carry, observed
+from osd.vllm.rollout import Follower
+from osd.vllm.settings import CAPTURE, SettingsError, VllmSettings
+
+log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers only
+
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+_Part = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Osd:
+    """ASGI middleware that forwards all requests unchanged.
+
+    During the lifespan of the server it keeps the draft model at the version of the rollout pointer. With
+    ``OSD_VLLM_CAPTURE=1`` it starts the capture in the workers, and tells them which requests may be captured.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._default: bool | None = None  # consent of requests without ``store``; None without capture
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Call the application."""
+        if scope["type"] == "lifespan":
+            return await self._serve(scope, receive, send)
+        if scope["type"] == "http" and self._default is not None:
+            receive = observed(scope["path"], receive, self._default)
+        await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
+        engine = scope["app"].state.engine_client
+        try:
+            settings = VllmSettings.from_environment()
+            parts = [Follower(engine, settings).follow]
+            if settings.capture:
+                parts += await self._start_capture(engine, settings)
+        except SettingsError as error:
+            await receive()
+            # This message stops the server. After an exception, the server would continue without updates.
+            return await send({"type": "lifespan.startup.failed", "message": str(error)})
+        tasks = [asyncio.ensure_future(part()) for part in parts]
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    async def _start_capture(self, engine: Any, settings: VllmSettings) -> list[_Part]:
+        """Start to capture, and return the parts that run with it; log the reason if it does not start.
+
+        Raises:
+            SettingsError: a setting or a package is missing.
+        """
+        try:  # following the pointer needs none of them
+            from osd.config import ConfigError, load_settings
+            from osd.vllm.capture_control import CaptureControl
+            from osd.vllm.reporting import Reporting
+        except ImportError as error:
+            raise SettingsError(f"{CAPTURE} needs the packages of osd[vllm]: {error}") from None
+        control, reporting = CaptureControl(engine), Reporting(engine, settings)
+        try:
+            default = load_settings().serving.capture_default
+            carry(engine)
+            if not await control.start():
+                return []
+        except (ConfigError, ValueError) as error:
+            log.error("capture is off: %s", error)
+            return []
+        self._default = default
+        return [control.run, reporting.run]
