@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from osd.config import Settings
 from osd.tap.app import ListenError, allowed, listen, server_of
 from osd.target.model import load_config
 from serving.dashboard.upstream_service import UpstreamService, create_dashboard
+from serving.metrics.report import TracedDrafts
 from serving.replica.replica import context_of, model_id
 from serving.service import ServedModel
 
@@ -26,8 +28,17 @@ class UpstreamDashboard:
         osd.config.ConfigError: ``serving.keys_file`` is invalid.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, directory: Path) -> None:
-        """Show the servers whose taps report to ``redis_url``; ``directory`` holds the target."""
+    def __init__(
+        self, settings: Settings, redis_url: str, directory: Path, live: Callable[[], Sequence[TracedDrafts]] = tuple
+    ) -> None:
+        """Show the servers that are reported to ``redis_url``.
+
+        Args:
+            settings: all settings.
+            redis_url: URL of Redis.
+            directory: directory of the target.
+            live: returns the acceptance of traced requests.
+        """
         tap, vocabulary = settings.tap, load_config(directory).vocab_size
         model = ServedModel(
             model_id(settings), settings.target.source, context_of(settings, directory), vocabulary, int(time.time())
@@ -37,7 +48,7 @@ class UpstreamDashboard:
                 place = ends.enter_context(listen(tap, "dashboard_port"))
             except ListenError as error:
                 raise StartError(str(error)) from None
-            service = UpstreamService(settings, redis_url, model)
+            service = UpstreamService(settings, redis_url, model, live)
             ends.callback(service.close)
             self._server = server_of(create_dashboard(service, allowed(tap)), _DRAIN_SECONDS)
             self._thread = threading.Thread(target=self._server.run, args=([place],), name="dashboard", daemon=True)

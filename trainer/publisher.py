@@ -25,6 +25,7 @@ from osd.registry.training import VersionEffect
 from osd.registry.versions import Version
 from trainer.budget import TrainingBudget
 from trainer.canary import CanaryTrial, MeasuredEffects, Upstreams
+from trainer.live_drafts import LiveDrafts
 from trainer.reporter import TrainingReporter
 from trainer.rollout import COST, Promotion
 
@@ -72,7 +73,11 @@ class Revision:
 
 
 class Publisher:
-    """Publisher of one domain: loads the stable version, proposes the learner's candidates, decides on the canary."""
+    """Publisher of one domain: loads the stable version, proposes the learner's candidates, decides on the canary.
+
+    Attributes:
+        live: acceptance of live requests.
+    """
 
     def __init__(
         self,
@@ -92,6 +97,7 @@ class Publisher:
         self._promotion, self._budget, self._reporter, self._upstreams = promotion, budget, reporter, upstreams
         self._effects = effects
         self._spare, self._target, self._max_fall = spare, target, settings.drift_fall
+        self.live = LiveDrafts()
         self._drift = DriftWatch(settings.drift_fall, settings.drift_records)
         self._revision: Revision | None = None  # until the stable version is evaluated on this target
         self._cached_scores: tuple[int, CachedScorer] | None = None  # number and scores of the stable version
@@ -155,6 +161,7 @@ class Publisher:
         """Count a live request as evidence on the canary and on drift; on drift start training at once."""
         versions = self._promotion.versions
         if trace.drafter_domain == versions.domain:
+            self.live.add(trace)
             self._promotion.watch.observe(trace, self._upstreams.traced)
         drift = self._drift.add(trace)
         if drift is None:

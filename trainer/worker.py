@@ -127,8 +127,8 @@ class Worker:
         self.budget.resume()
 
     def status(self) -> dict[str, Any]:
-        """Return the ``TrainerState`` as a dict; thread-safe."""
-        return self.reporter.status(self.learner)
+        """Return the ``TrainerState`` as a dict, with the ``live`` acceptance by domain and version; thread-safe."""
+        return {**self.reporter.status(self.learner), "live": self.publisher.live.rows()}
 
     def checkpoint(self) -> None:
         """Write a checkpoint, then acknowledge its records; in this order a crash loses no record.

@@ -21,7 +21,7 @@ from benchmarks.peers.roster import LOOKUP, PeerModels
 from benchmarks.vllm import exports
 from benchmarks.vllm import recall as recalling
 from benchmarks.vllm.exports import FORMATS
-from benchmarks.vllm.recall import OURS, VllmResult, table
+from benchmarks.vllm.recall import KINDS, OURS, RECALL, VllmResult, share_of_ours, table
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.report import Json, check_files, say, show, write
 from osd.config import ChainSettings, Settings, drafter_of
@@ -44,8 +44,9 @@ def vllm(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="recall; eagle, language_model or medusa, distilled first; registry: the domain's newest version. "
-            "Repeat the option for several. Default: the first four.",
+            help="recall; suffix or ngram, vLLM's own methods; eagle, language_model or medusa, distilled first; "
+            "registry: the domain's newest version. Repeat the option for several. Default: recall, eagle, "
+            "language_model and medusa.",
             metavar="KIND",
         ),
     ] = None,
@@ -57,26 +58,28 @@ def vllm(
 ) -> None:
     """Compare vLLM with our drafters to vLLM alone.
 
-    Recall learns from all decoded text; other drafters are exported, and vLLM's own server drafts with them. vLLM runs
-    in one process at a time, in an environment under the home directory, which is created if missing. Decoding is
-    greedy in float32, and answers end where our engine ends them. The command fails if an answer differs from vLLM's
-    own, or if the acceptance rate of an export differs from ours by more than 0.03.
+    Recall and suffix learn from all decoded text. Trained drafters are exported, and vLLM's own server drafts with
+    them. vLLM runs in one process at a time, in an environment under the home directory, which is created if missing.
+    Decoding is greedy in float32, and answers end where our engine ends them. The command fails if an answer differs
+    from vLLM's own, or if the acceptance rate of an export differs from ours by more than 0.03.
     """
     settings = settings_of(config, overrides)
     check_files(json_file)
-    kinds = draft or [_RECALL, *FORMATS]
+    kinds, known = draft or [_RECALL, *FORMATS], (*KINDS, *FORMATS, _REGISTRY)
     for kind in kinds:
-        if kind not in (_RECALL, *FORMATS, _REGISTRY):
-            fail(f"--draft must be one of {', '.join((_RECALL, *FORMATS, _REGISTRY))}, not {kind}")
+        if kind not in known:
+            fail(f"--draft must be one of {', '.join(known)}, not {kind}")
     about = {"target": settings.target.source, "stream": stream, "after": after, "tokens": tokens}
     figures: dict[str, Any] = {**about, "machine": asdict(Machine.here())}
     problems: list[str] = []
-    if _RECALL in kinds:
-        results, count, share = _recall(settings, stream, after, prompts, tokens)
+    if ways := [way for kind, way in KINDS.items() if kind in kinds]:
+        results, count = _untrained(settings, stream, after, prompts, tokens, ways)
         problems += _show_results(results, count)
-        say(f"recall inside vLLM: {share:.3f} of our engine's accepted tokens per step")
-        figures |= {"share_of_ours": share, "prompts": count, "ways": [asdict(row) for row in results]}
-    exported = [kind for kind in kinds if kind != _RECALL]
+        figures |= {"prompts": count, "ways": [asdict(row) for row in results]}
+        if RECALL in ways:
+            figures["share_of_ours"] = share = share_of_ours(results)
+            say(f"recall inside vLLM: {share:.3f} of our engine's accepted tokens per step")
+    exported = [kind for kind in kinds if kind not in KINDS]
     if exported:
         results, count = _exports(settings, stream, after, prompts, tokens, exported, most)
         problems += _show_results(results, count)
@@ -92,10 +95,10 @@ def _show_results(results: Sequence[VllmResult], count: int) -> list[str]:
     return exports.differences([row for row in results if row.way != OURS], count)
 
 
-def _recall(
-    settings: Settings, stream: str, after: int, prompts: int, tokens: int
-) -> tuple[Sequence[VllmResult], int, float]:
-    """Return the results, the number of prompts, and the share of our engine's accepted tokens per step."""
+def _untrained(
+    settings: Settings, stream: str, after: int, prompts: int, tokens: int, ways: Sequence[str]
+) -> tuple[Sequence[VllmResult], int]:
+    """Return the results of ways that need no training, and the number of prompts."""
     settings = _exact_settings(settings, LOOKUP)
     with loading():
         texts = load(stream)
@@ -109,9 +112,8 @@ def _recall(
             fail(f"--prompts: none of {prompts} answers is long enough to be measured")
     models = _models(settings, directory, recalling.BATCH)
     with tempfile.TemporaryDirectory() as scratch:
-        vllm_answers = recalling.measure_vllm(models, settings.home_dir, Path(scratch), learnt, answered)
-        results = recalling.rows(engine_answers, vllm_answers)
-    return results, len(answered), recalling.share_of_ours(results)
+        vllm_answers = recalling.measure_vllm(models, settings.home_dir, Path(scratch), learnt, answered, ways)
+    return recalling.rows(engine_answers, vllm_answers), len(answered)
 
 
 def _exports(

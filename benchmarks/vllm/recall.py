@@ -1,7 +1,9 @@
-"""Recall inside vLLM, compared with vLLM alone and with our engine and the same chains."""
+"""Methods of vLLM that need no training, compared with vLLM alone and with our engine and the same chains."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import osd
+from benchmarks.peers.environments import PeerError, run
 from benchmarks.peers.measure import AnsweredPrompt
 from benchmarks.peers.roster import PeerModels, vllm
 from benchmarks.peers.worker_process import WorkerProcess, command
@@ -20,12 +23,23 @@ from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.metrics import SpeculationCounts, acceptance_rate
 
-PLAIN, RECALL = "vllm", "vllm with recall"
+PLAIN, RECALL, NGRAM, SUFFIX = "vllm", "vllm with recall", "vllm with ngram", "vllm with suffix"
 OURS = "osd, the same chains"
-WAYS: dict[str, dict[str, Any]] = {PLAIN: {}, RECALL: {"method": "custom_class", "model": "osd.vllm.RecallProposer"}}
+KINDS = {"recall": RECALL, "suffix": SUFFIX, "ngram": NGRAM}
+"""Ways by the name that the command takes."""
+WAYS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    RECALL: {"method": "custom_class", "model": "osd.vllm.RecallProposer"},
+    NGRAM: {"method": "ngram", "prompt_lookup_max": 3},
+    SUFFIX: {"method": "suffix"},
+}
 """Fields of ``--speculative-config`` for each way, without the number of tokens."""
 BATCH = 8
 """Requests of the stream that are decoded together."""
+_LEARNING = (RECALL, SUFFIX)
+"""Ways that draft from earlier answers."""
+_BUILDER, _ARCTIC = "nanobind==2.9.2", "arctic-inference==0.1.1"
+"""Package of vLLM's method ``suffix``, and the package with which it is built."""
 _GREEDY = SamplingParams(temperature=0)
 _SHORTEST = 8  # tokens of the shortest answer that is measured
 
@@ -105,24 +119,32 @@ def measure_engine(
 
 
 def measure_vllm(
-    models: PeerModels, home: Path, scratch: Path, stream: Sequence[AnsweredPrompt], prompts: Sequence[AnsweredPrompt]
+    models: PeerModels,
+    home: Path,
+    scratch: Path,
+    stream: Sequence[AnsweredPrompt],
+    prompts: Sequence[AnsweredPrompt],
+    ways: Sequence[str],
 ) -> dict[str, WayAnswers]:
-    """Answer the unseen prompts in each of ``WAYS``, each in a new vLLM process; recall learns ``stream`` before.
+    """Answer the unseen prompts with vLLM alone and in each of ``ways``, each in a new vLLM process.
 
-    vLLM finds our package through the empty folder ``scratch``.
+    Ways that draft from earlier answers decode ``stream`` before. vLLM finds our package through the empty folder
+    ``scratch``.
 
     Raises:
-        PeerError: vLLM cannot be installed or run.
+        PeerError: vLLM, or the package of a way, cannot be installed or run.
     """
     python, environment = installed(models, home)
+    if SUFFIX in ways:
+        _install_suffix(python)
     scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # only this package, not its neighbours
     environment |= {"PYTHONPATH": str(scratch), "OSD_REDIS_URL": ""}  # without a shared stream
     answers_by_way = {}
-    for way, speculative in WAYS.items():
+    for way in (PLAIN, *ways):
         say(f"{way}: starting")
-        load = {**vllm(models, **speculative), "counted": True}
+        load = {**vllm(models, **WAYS[way]), "counted": True}
         with WorkerProcess(command(python, "worker_vllm.py"), load, environment) as worker:
-            if way == RECALL:
+            if way in _LEARNING:
                 say(f"{way}: serving {len(stream)} requests of the stream")
                 for first in range(0, len(stream), BATCH):
                     part = stream[first : first + BATCH]
@@ -135,6 +157,25 @@ def measure_vllm(
         drafted, accepted = (after[name] - before[name] for name in ("drafted", "accepted"))
         answers_by_way[way] = WayAnswers(worker.version, answers, seconds, drafted, accepted)
     return answers_by_way
+
+
+def _install_suffix(python: Path) -> None:
+    """Add the package of vLLM's method ``suffix`` to the environment of vLLM, unless it is there.
+
+    Raises:
+        PeerError: it cannot be installed.
+    """
+    if subprocess.run([str(python), "-c", "import arctic_inference"], capture_output=True, check=False).returncode == 0:
+        return
+    say(f"installing {_ARCTIC}")
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    # An isolated build would download a PyTorch for CUDA, and CMake takes the first Python on the PATH.
+    path = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    try:
+        run([*pip, _BUILDER])
+        run([*pip, "--no-deps", "--no-build-isolation", _ARCTIC], CMAKE_ARGS=f"-DPython_EXECUTABLE={python}", **path)
+    except PeerError as error:
+        raise PeerError(f"--draft suffix needs {_ARCTIC}, which cannot be installed: {error}") from None
 
 
 def rows(engine_answers: WayAnswers, vllm_answers: Mapping[str, WayAnswers]) -> list[VllmResult]:

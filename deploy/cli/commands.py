@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -53,17 +54,24 @@ def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
             service.stop(lambda step: _tell(console, step))
 
 
-def learn(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Train drafters on traffic that osd tap captures, without serving, until Ctrl-C."""
+def learn(
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Learn from traces of vLLM, and run no second copy of the target.")
+    ] = False,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train drafters on traffic that osd tap or vLLM captures, without serving, until Ctrl-C."""
     settings = settings_of(config, overrides)
     with _start_errors():
         console = _console(settings, "learn")
         from deploy.learning import Learning
 
-        learning = _start(Learning, settings, console)
+        learning = _start(partial(Learning, capture=capture), settings, console)
         try:
+            source = "a vLLM with OSD_VLLM_CAPTURE=1" if capture else "osd tap"
             console.print(f"Dashboard   {learning.dashboard}")
-            console.print("The trainer learns from traffic that osd tap captures. Ctrl-C stops it.")
+            console.print(f"The trainer learns from traffic that {source} captures. Ctrl-C stops it.")
             _follow(learning, console, _training(learning))
         finally:
             learning.stop()
@@ -208,7 +216,7 @@ def _console(settings: Settings, command: str) -> Console:
     return Console(stderr=True, highlight=False, quiet=in_lines)
 
 
-def _start(kind: type[_Assembly], settings: Settings, console: Console) -> _Assembly:
+def _start(kind: Callable[..., _Assembly], settings: Settings, console: Console) -> _Assembly:
     with console.status("starting ...") as status:
         running = kind(settings, lambda step: status.update(f"{step} ..."))
         running.start()
@@ -272,11 +280,16 @@ def _training(learning: Learning) -> Callable[[], Iterable[str]]:
 
     def news() -> Iterator[str]:
         nonlocal shown_at, shown, failure
-        counts, status = learning.teacher.counts, learning.trainer.status()
+        status = learning.trainer.status()
         if status["failure"] != failure:
             failure = status["failure"]
             yield f"training failed: {failure}"
-        now = f"{counts.read} exchanges read, {counts.refused} refused; {status['trained']} records trained on"
+        if learning.teacher is None:
+            source = f"{status['records']} traces read, {status['refused']} refused"
+        else:
+            counts = learning.teacher.counts
+            source = f"{counts.read} exchanges read, {counts.refused} refused"
+        now = f"{source}; {status['trained']} records trained on"
         if now != shown and time.monotonic() - shown_at > _TELL_SECONDS:
             shown_at, shown = time.monotonic(), now
             yield now

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import httpx2
     from rich.table import Table
 
+    from osd.config import Settings
     from osd.scrape import Scrape, Span
 
 _WINDOW = 10.0
@@ -32,7 +33,7 @@ def top(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Watch requests, speed, latency, drafts and training of a running service; Ctrl-C ends it.
+    """Watch requests, speed, latency, drafts and training of a running service or osd learn; Ctrl-C ends it.
 
     Rates, shares and percentiles cover the last ten seconds; versions and totals cover the time since the start.
     """
@@ -41,7 +42,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    address = address_of(settings, url)
+    address = _address(settings, url)
     headers = {"Authorization": f"Bearer {key}"} if (key := key_of(settings)) else {}
     trusts = uses_proxies(address)
     with stop_signals(), httpx2.Client(base_url=address, headers=headers, timeout=10, trust_env=trusts) as http:
@@ -54,6 +55,16 @@ def top(
             while True:
                 time.sleep(interval)
                 live.update(_view(address, _span(scrapes, _scrape(http, address))))
+
+
+def _address(settings: Settings, url: str | None) -> str:
+    """Return the address of the metrics: those of the service, or of ``osd learn`` if it runs in the home directory."""
+    from osd.running import find
+
+    running = find(settings.home_dir) if url is None else None
+    if running is not None and not running.url:
+        return f"http://{settings.tap.host}:{settings.tap.dashboard_port}"
+    return address_of(settings, url)
 
 
 def _scrape(http: httpx2.Client, address: str) -> Scrape:
@@ -94,6 +105,7 @@ def _view(address: str, span: Span) -> Table:
         ("drafts", _drafts(span)),
         *(("", line) for line in _sources(span)),
         *(("versions", line) for line in _versions(span)),
+        *(("traced", line) for line in _traced(span)),
         *(("training", line) for line in _training(span)),
     ):
         grid.add_row(name, text)
@@ -186,6 +198,21 @@ def _versions(span: Span) -> list[str]:
             line += f", {swaps[domain,]:.0f} swaps"
         lines.append(line)
     return lines
+
+
+def _traced(span: Span) -> list[str]:
+    """Return a line for each domain and drafter version of which a vLLM writes traces."""
+    labels = ("domain", "version", "position")
+    accepted = span.now.by("osd_traced_accepted_tokens_total", *labels)
+    lines: dict[tuple[str, ...], list[tuple[int, float, float]]] = {}
+    for (*drafted_by, position), tested in span.now.by("osd_traced_tested_tokens_total", *labels).items():
+        kept = accepted.get((*drafted_by, position), 0)
+        lines.setdefault(tuple(drafted_by), []).append((int(position), kept, tested))
+    return [
+        f"{domain}: version {version}, {_share(sum(kept for _, kept, _ in row), sum(tested for *_, tested in row))}, "
+        f"by position {', '.join(f'{kept / tested:.0%}' for _, kept, tested in sorted(row) if tested)}"
+        for (domain, version), row in lines.items()
+    ]
 
 
 def _training(span: Span) -> list[str]:

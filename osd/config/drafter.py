@@ -16,6 +16,8 @@ class _Drafter(Section):
     """Whether recall drafts together with the trained drafter."""
     trainable: ClassVar[bool] = True
     """Whether a trainer can train it; recall's table learns while it serves."""
+    traced: ClassVar[bool] = False
+    """Whether vLLM captures the hidden states that it learns from."""
     has_exit_controller: ClassVar[bool] = False
     """Whether it has a controller that chooses the exit layer and predicts wrong tokens."""
 
@@ -46,6 +48,7 @@ Vocabulary = Annotated[int, Field(ge=16, description="size of the draft vocabula
 class EagleSettings(_Drafter):
     """EAGLE-3: one transformer layer on hidden states of the target."""
 
+    traced: ClassVar[bool] = True
     kind: Literal["eagle"] = "eagle"
     vocabulary: Vocabulary = 8192
 

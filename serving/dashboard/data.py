@@ -295,6 +295,7 @@ def compose(
         ],
         "training": {domain: msgspec.to_builtins(training) for domain, training in totals.training.items()},
         "recall": _recall(totals),
+        "traced": totals.traced,
         "events": feeds["events"],
         "stream": {
             "redis": feeds["redis"],

@@ -1,4 +1,4 @@
-"""Dashboard of a trainer without serving; it shows each server behind a tap like a replica."""
+"""Dashboard of a trainer without serving; it shows a server behind a tap, or a vLLM with capture, as a replica."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from redis.exceptions import RedisError
 
 from osd.config import Settings
@@ -25,9 +26,10 @@ from serving.access.guard import Access, HostGuard, KeyGuard
 from serving.api.admin import AdminRoutes
 from serving.dashboard import data
 from serving.http import errors
+from serving.metrics import exposition
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report, ServiceTotals
+from serving.metrics.report import Report, ServiceTotals, TracedDrafts
 from serving.service import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -85,10 +87,17 @@ def _increment(before: int, now: int) -> int:
 
 
 class UpstreamService:
-    """Implementation of ``serving.service.MonitoredService``; a thread reads the reports of taps once a second."""
+    """Implementation of ``serving.service.MonitoredService``; a thread reads the reports of servers once a second."""
 
-    def __init__(self, settings: Settings, redis_url: str, model: ServedModel) -> None:
-        self.settings, self.model, self.redis_url = settings, model, redis_url
+    def __init__(
+        self,
+        settings: Settings,
+        redis_url: str,
+        model: ServedModel,
+        live: Callable[[], Sequence[TracedDrafts]] = tuple,
+    ) -> None:
+        """Create the service; ``live`` returns the acceptance of traced requests."""
+        self.settings, self.model, self.redis_url, self._live = settings, model, redis_url, live
         self._loads, self._events = ReplicaLoads(redis_url), Events(redis_url)
         self.access = Access(settings, redis_url, self._report_keys_refused)
         self._feeds = data.Feeds(settings, redis_url, Registry(storage_of(settings)), self._events)
@@ -102,7 +111,7 @@ class UpstreamService:
         with self._lock:
             totals = self._metrics.totals(time.time())
         feed = await asyncio.to_thread(self._feeds.trainer)
-        return replace(totals, **feed._asdict())
+        return replace(totals, **feed._asdict(), traced=await asyncio.to_thread(self._live))
 
     async def dashboard_state(self) -> dict[str, Any]:
         """Return the current state; see ``MonitoredService``."""
@@ -144,7 +153,7 @@ class UpstreamService:
 
 
 def create_dashboard(service: UpstreamService, names: frozenset[str] | None) -> FastAPI:
-    """Return the application of the dashboard and the admin routes.
+    """Return the application of the dashboard, the metrics and the admin routes.
 
     Args:
         service: the data of the dashboard.
@@ -154,6 +163,12 @@ def create_dashboard(service: UpstreamService, names: frozenset[str] | None) -> 
     errors.install(app)
     for router in (AdminRoutes(service).router, dashboard.router(service)):
         app.include_router(router)
+
+    async def metrics() -> Response:
+        text = exposition.render(await service.totals(), service.settings.domain, service.model.id)
+        return Response(text, media_type=exposition.CONTENT_TYPE)
+
+    app.add_api_route("/metrics", metrics)
     app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS)
     if names is not None:
         app.add_middleware(HostGuard, names=names, setting="tap.allowed_hosts")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import TypedDict, TypeGuard
 
 from osd.capture.streams import StreamState
 from osd.metrics import Name
@@ -36,6 +36,16 @@ class Report:
     domains: Mapping[str, int] = field(default_factory=dict)
 
 
+class TracedDrafts(TypedDict):
+    """Draft tokens of traced requests by position; see ``trainer.live_drafts``."""
+
+    domain: str
+    version: int | str
+    requests: int
+    tested: list[int]
+    accepted: list[int]
+
+
 @dataclass(frozen=True)
 class ServiceTotals:
     """Totals of the service.
@@ -46,6 +56,7 @@ class ServiceTotals:
         training: report of the trainer, by domain.
         tried_since: start of the canary's trial in seconds since the epoch, by domain.
         streams: state of the trace stream, by domain.
+        traced: acceptance of traced requests by domain and version; empty where replicas count their drafts.
     """
 
     counters: Mapping[Name, float]
@@ -53,6 +64,7 @@ class ServiceTotals:
     training: Mapping[str, Training] = field(default_factory=dict)
     tried_since: Mapping[str, float] = field(default_factory=dict)
     streams: Mapping[str, StreamState] = field(default_factory=dict)
+    traced: Sequence[TracedDrafts] = ()
 
     def by_label(self, key: str) -> dict[tuple[str | int, ...], float]:
         """Return the values of the counter ``key`` by its labels, in the order of the labels."""

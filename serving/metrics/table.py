@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from osd.engine import counters, lifetime
 from osd.engine.counters import EngineCounters, EngineLoad
 from osd.metrics import SPECULATION_METRICS, Labels, Listed, Metric, Name
 from osd.registry.training import FundReport, Training
-from serving.metrics.report import Report, ServiceTotals
+from serving.metrics.report import Report, ServiceTotals, TracedDrafts
 
 Source = TypeVar("Source")
 
@@ -168,6 +168,17 @@ def _account(name: str, read: Callable[[FundReport], float | None], sentence: st
     return _training(name, lambda training: training.account and read(training.account), sentence)
 
 
+def _traced(key: str, read: Callable[[TracedDrafts], Sequence[int]], sentence: str) -> Metric[ServiceState]:
+    def values(service: ServiceState) -> dict[Labels, float]:
+        return {
+            (row["domain"], row["version"], position): count
+            for row in service.totals.traced
+            for position, count in enumerate(read(row))
+        }
+
+    return Metric(f"osd_{key}", key, sentence, ("domain", "version", "position"), values)
+
+
 def _stream(name: str, read: Callable[[StreamState], float], sentence: str) -> Metric[ServiceState]:
     return Metric(name, name, sentence, ("domain",), kind="gauge", read=lambda service: {
         (domain,): read(state) for domain, state in service.totals.streams.items()})  # fmt: skip
@@ -232,6 +243,13 @@ SERVICE: tuple[Metric[ServiceState], ...] = (
     Metric("osd_speedup", "speedup",
            "Measured speed-up of drafting at equal load in the last busy hour, and the bounds of its 95 % interval.",
            ("bound",), kind="gauge", read=_speedup),
+    Metric("osd_traced_requests", "traced_requests", "Requests of which a vLLM sent traces, by drafter version.",
+           ("domain", "version"), lambda service: {
+               (row["domain"], row["version"]): row["requests"] for row in service.totals.traced}),
+    _traced("traced_tested_tokens", lambda row: row["tested"],
+            "Draft tokens in the traces of a vLLM that verification reached, by their position in the draft."),
+    _traced("traced_accepted_tokens", lambda row: row["accepted"],
+            "Accepted draft tokens in the traces of a vLLM, by their position in the draft."),
     _stream("osd_stream_records", lambda state: state.records, "Trace records on the stream of a domain."),
     _stream("osd_stream_bytes", lambda state: state.bytes, "Memory of the stream of a domain in Redis."),
 )  # fmt: skip

@@ -24,6 +24,7 @@ from osd.tap.agreement import agree
 from osd.tap.app import Tap
 from osd.tap.upstream import Upstream as TapUpstream
 from osd.target.model import load_model
+from serving.metrics.report import TracedDrafts
 from tests.e2e.conftest import ADMIN_KEY
 from tests.pointers import put
 from tests.redis_servers import free_port
@@ -31,6 +32,8 @@ from tests.tiny import make_tiny
 from tests.upstream import MODEL, Upstream, serving
 from tests.vllm_metrics import vllm_metrics
 from tests.waiting import HANG_SECONDS, background
+
+TRACED = [TracedDrafts(domain="sql", version=2, requests=9, tested=[200, 100], accepted=[100, 25])]
 
 
 @dataclass
@@ -64,7 +67,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             put(pointer, settings.domain, Rollout(1, None, 0.0, 1.0))
         server = TapUpstream(upstream_url)
         tap = Tap(settings, server, agree(server, settings, None, False), redis.url)
-        with background(tap.run, tap.stop), closing(UpstreamDashboard(settings, redis.url, target)) as shown:
+        with (
+            background(tap.run, tap.stop),
+            closing(UpstreamDashboard(settings, redis.url, target, lambda: TRACED)) as shown,
+        ):
             yield World(settings, upstream, f"http://127.0.0.1:{settings.tap.port}", shown.url)
 
 
@@ -98,6 +104,17 @@ def test_server_behind_a_tap_is_shown_like_a_replica(world, browser, eventually)
         eventually(lambda: client.get("/dashboard/data").json()["versions"][1]["live"]["rounds"] == 10)
     assert problems == []
     page.close()
+
+
+def test_traced_requests_have_acceptance_by_domain_version_and_position(world, browser):
+    page = browser.new_page()
+    page.goto(f"{world.url}#traffic")
+    row = page.locator('#traced tr[data-key="sql 2"]')
+    for text in ("v2", "41.7 % of 300", "50 %, 25 %"):
+        expect(row).to_contain_text(text, timeout=60_000)
+    page.close()
+    text = httpx2.get(f"{world.url.removesuffix('/dashboard')}/metrics").text
+    assert 'osd_traced_accepted_tokens_total{domain="sql",position="1",version="2"} 25.0' in text
 
 
 def test_admin_routes_of_the_tap_need_the_key(world):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import msgspec
 import numpy as np
 import pytest
 import redis
@@ -21,16 +24,21 @@ from osd.admin.forgetting import forget
 from osd.capture import exchange
 from osd.capture.exchange import FunctionCall
 from osd.capture.purge import Purges
-from osd.capture.trace import FIELD, decode
-from osd.capture.writer import StreamWriter
+from osd.capture.trace import ACCEPTED, FIELD, REJECTED, decode
+from osd.capture.writer import StreamWriter, TraceWriter
 from osd.config import ConfigError, Settings
+from osd.drafting import from_config
 from osd.labelling.labeller import Labeller
 from osd.labelling.rendering import Reading
 from osd.registry.pointer import Pointer
 from osd.registry.versions import Registry
 from osd.running import find, lock
+from osd.runtime.model import SlotModel
+from osd.target.identity import identify
+from osd.target.model import load_model
 from tests.redis_servers import free_port
 from tests.tiny import VOCABULARY
+from tests.unit.learning.toys import with_drafts
 from tests.unit.test_labelling import chat
 from tests.unit.test_labelling import exchange as make_exchange
 from tests.waiting import background
@@ -146,6 +154,71 @@ def test_exchange_on_which_the_target_fails_is_refused_alone(settings, send, red
     assert {trace.request_id for trace in traces(redis_client)} == {f"chatcmpl-{number}-0" for number in (0, 2, 3)}
     ((_, kept),) = redis_client.xrange("osd:tapped:refused")
     assert kept[b"reason"] == b"RecursionError"
+
+
+@pytest.fixture
+def assemble(settings, ends) -> Callable[[Sequence[tuple[str, str]]], None]:
+    """Function that writes traces as the assembler of a vLLM does, for the request ids and domains that it receives."""
+    writer = TraceWriter(settings.redis_url, settings.capture)
+    ends.callback(writer.close)
+
+    def assemble(requests: Sequence[tuple[str, str]]) -> None:
+        target, registry = Path(settings.target.source), Registry(settings.registry_dir)
+        taps = from_config(registry.load("general", 1).config, target).needs.taps
+        label = identify(settings.target.source, target).label
+        model = SlotModel(load_model(target, "float32", "cpu"), slots=1, context=200, scratch=1, taps=taps, label=label)
+        labeller = Labeller(model, settings.capture, 1)
+        for number, (request_id, domain) in enumerate(requests):
+            text = list(f"{number % 3} and again {number % 3} and again ".encode())
+            (trace,) = labeller.traces([Reading(make_exchange(request_id=request_id), text, text * 2)])
+            tokens = trace.completion_ids.numpy()
+            verdict = np.tile([ACCEPTED, REJECTED], len(tokens))[: len(tokens)]
+            drafts = with_drafts(trace, np.where(verdict == ACCEPTED, tokens, 0).astype(np.int32), verdict)
+            drafted_by = {"drafter_domain": "general", "drafter_version": 1}
+            writer.offer(msgspec.structs.replace(drafts, domain=domain, created=time.time(), **drafted_by))
+
+    return assemble
+
+
+def test_drafter_learns_from_traces_of_vllm_without_a_teacher(settings, assemble, redis_client, eventually):
+    with Learning(settings, capture=True) as learning:
+        assert learning.teacher is None
+        assemble([(f"chatcmpl-{number}", "sql" if number % 2 else "general") for number in range(40)])
+        with Pointer(learning.redis_url, settings.registry_dir) as pointer:
+            eventually(lambda: learning.check() or pointer.get("general").stable > 1)
+        page = learning.dashboard.removesuffix("/dashboard")
+        wanted = 'osd_traced_requests_total{domain="sql",version="1"} 20.0'
+        eventually(lambda: wanted in httpx2.get(f"{page}/metrics").text)
+        rows = {row["domain"]: row for row in httpx2.get(f"{page}/dashboard/data").json()["traced"]}
+    assert set(rows) == {"general", "sql"}, "a vLLM has one drafter for all domains"
+    (first, second), accepted = rows["sql"]["tested"], rows["sql"]["accepted"]
+    assert accepted == [first, 0]
+    assert 0 <= first - second <= 20, "each draft has one accepted and one rejected token, unless the answer ended"
+    gate = Registry(settings.registry_dir).load("general", 2).manifest["gate"]
+    assert gate["acceptance"] > gate["baseline_acceptance"]
+    assert not redis_client.exists("osd:tapped:domain:general"), "no exchanges are read"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"drafter": {"kind": "medusa"}}, "^drafter.kind medusa does not learn from traces of vLLM"),
+        ({"trainer": {"samples": "student"}}, "^trainer.samples must be teacher: vLLM's traces have no distributions"),
+        (
+            {"drafter": {"kind": "eagle"}, "growth": {"kind": "acceptance_head"}},
+            "acceptance head, and vLLM drafts chains without one$",
+        ),
+        ({"trainer": {"extra_domains": "sql"}}, "^trainer.extra_domains: "),
+        ({"capture": {"enabled": False}}, "capture.enabled must allow it$"),
+    ],
+)
+def test_settings_that_traces_of_vllm_cannot_satisfy_are_refused(changed, message):
+    with pytest.raises(ConfigError, match=message):
+        check_learning(Settings(**changed), capture=True)
+
+
+def test_traces_of_vllm_have_the_verdicts_of_rejected_positions():
+    check_learning(Settings(trainer={"positions": "rejected"}), capture=True)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import { h } from "../dom.js";
 import { marksOf } from "../events.js";
 import { Figures, listed } from "../figures.js";
-import { fixed, seconds, whole } from "../format.js";
+import { fixed, percent, seconds, whole } from "../format.js";
 import * as statistics from "../statistics.js";
 import { Table, card, charts, facts, tiles } from "../widgets.js";
 
@@ -11,11 +11,14 @@ export class Traffic {
   constructor({ display }) {
     this.figures = new Figures("traffic", display);
     this.replicas = new Table("replicas", [["Replica"], ["Drafter"], ["Running", true], ["Waiting", true], ["Longest swap", true]], "No replica has reported yet.");
+    this.traced = new Table("traced", [["Domain"], ["Drafter"], ["Requests", true], ["Acceptance", true], ["By position", true]], "No trace of a vLLM has arrived yet.");
+    this.tracedCard = card("Traced requests", "Draft tokens that verification reached, in the captured requests of vLLM since the trainer started", this.traced.element).element;
     this.ends = h("dl", { class: "facts", id: "ends" });
     this.plan = h("dl", { class: "facts", id: "plan" });
     const { first, token, requests, waiting, dropped } = this.figures.tiles;
     this.element = h("div", { class: "page" }, tiles([requests, first, token, waiting, dropped], "Now"), charts(this.figures.charts),
       card("Replicas", "Drafter versions and requests of each replica", this.replicas.element).element,
+      this.tracedCard,
       h("section", { class: "columns" },
         card("Requests", "Counts in this time range", this.ends).element,
         card("Planner", "Settings, and counts in this time range", this.plan).element));
@@ -25,6 +28,8 @@ export class Traffic {
     const { bins, state } = data;
     this.figures.show(data, { span: data.span, marks: marksOf(data) });
     this.replicas.show(state.replicas, () => state.replicas.map((replica) => this.row(replica)));
+    this.tracedCard.hidden = !state.traced.length;
+    this.traced.show(state.traced, () => state.traced.map(tracedRow));
     facts(this.ends, listed(state, "requests", (key) => statistics.sum(bins, key)));
     const { drafter, growth, governed } = state;
     const lines = this.figures.page.charts.flatMap(({ kind, lines: all }) => all.filter(({ fact }) => fact).map(({ fact, part, of }) => {
@@ -40,4 +45,10 @@ export class Traffic {
     const drafters = [versions, ...Object.entries(domains).map(([domain, number]) => `${domain} v${number}`)].join(", ");
     return { key: name, cells: [h("code", {}, name), h("span", { class: "why" }, drafters), whole(running), whole(waiting), stall ? seconds(stall) : "–"] };
   }
+}
+
+function tracedRow({ domain, version, requests, tested, accepted }) {
+  const [all, kept] = [tested, accepted].map((counts) => counts.reduce((sum, count) => sum + count, 0));
+  const places = tested.map((of, place) => percent(accepted[place] / of, 0));
+  return { key: `${domain} ${version}`, cells: [h("code", {}, domain), `v${version}`, whole(requests), `${percent(kept / all)} of ${whole(all)}`, places.join(", ")] };
 }

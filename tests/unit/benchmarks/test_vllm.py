@@ -1,4 +1,4 @@
-"""Measurements of recall inside vLLM with workers that imitate it."""
+"""Measurements of untrained methods inside vLLM, with workers that imitate it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.environments import PeerError
 from benchmarks.peers.measure import AnsweredPrompt
 from benchmarks.peers.roster import PeerModels
 from benchmarks.vllm import recall as bench
@@ -39,10 +40,12 @@ def test_vllm_ways_answer_the_same_prompts(worker: list[str], tmp_path: Path, mo
     monkeypatch.setattr(bench, "installed", lambda *given: (Path(sys.executable), {}))
     models = PeerModels(tmp_path, "float32", 64, 1, bench.BATCH, None, tmp_path, None)
     answered = [AnsweredPrompt((1, 2), 10), AnsweredPrompt((7,), 12)]
-    answers = bench.measure_vllm(models, tmp_path, scratch, [AnsweredPrompt((3,), 5)] * 20, answered)
-    assert [len(way.answers) for way in answers.values()] == [2, 2]
+    ways = [bench.RECALL, bench.NGRAM]
+    answers = bench.measure_vllm(models, tmp_path, scratch, [AnsweredPrompt((3,), 5)] * 20, answered, ways)
+    assert [len(way.answers) for way in answers.values()] == [2, 2, 2]
     engine_answers = bench.WayAnswers("osd", [[1] * 10, [7] * 12], [1.0, 1.0], 40, 8)
-    plain, recall, engine = bench.rows(engine_answers, answers)
+    plain, recall, ngram, engine = bench.rows(engine_answers, answers)
+    assert (ngram.drafted, ngram.accepted) == (60, 0)
     assert (plain.same, recall.same, engine.same) == (2, 1, 2)
     assert (plain.drafted, recall.drafted, recall.accepted) == (0, 60, 12), "not of the stream"
     assert plain.of_plain == 1
@@ -50,6 +53,15 @@ def test_vllm_ways_answer_the_same_prompts(worker: list[str], tmp_path: Path, mo
     assert recall.accepted_per_round == 12 / (9 + 11 - 12)
     assert bench.share_of_ours([plain, recall, engine]) == pytest.approx((12 / 8) / (8 / 12))
     assert bench.table([plain, recall, engine], 2).rows[2][0] == bench.OURS
+
+
+def test_suffix_without_its_package_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(bench, "installed", lambda *given: (tmp_path / "python", {}))
+    tmp_path.joinpath("python").write_text("#!/bin/sh\necho 'ERROR: no such package' >&2\nexit 1\n")
+    tmp_path.joinpath("python").chmod(0o700)
+    models = PeerModels(tmp_path, "float32", 64, 1, bench.BATCH, None, tmp_path, None)
+    with pytest.raises(PeerError, match=r"^--draft suffix needs .* cannot be installed: ERROR: no such"):
+        bench.measure_vllm(models, tmp_path, tmp_path, [], [], [bench.SUFFIX])
 
 
 def test_engine_learns_stream_and_unseen_prompts(tiny_target: Path):

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from osd.cli.app import app
+from osd.running import announce, lock
 from osd.scrape import Scrape, Span
 from tests.http_servers import answering
 
@@ -49,6 +50,10 @@ osd_version_speedup{bound="estimate",domain="general",version="8"} 1.08
 osd_version_speedup{bound="low",domain="general",version="8"} 1.07
 osd_version_speedup{bound="high",domain="general",version="8"} 1.09
 osd_guarded_replicas{domain="general"} 1
+osd_traced_tested_tokens_total{domain="sql",position="0",version="2"} 200.0
+osd_traced_tested_tokens_total{domain="sql",position="1",version="2"} 100.0
+osd_traced_accepted_tokens_total{domain="sql",position="0",version="2"} 100.0
+osd_traced_accepted_tokens_total{domain="sql",position="1",version="2"} 25.0
 vllm:time_to_first_token_seconds_bucket{le="0.1",model_name="m"} 50.0
 vllm:time_to_first_token_seconds_bucket{le="0.2",model_name="m"} 100.0
 vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} 100.0
@@ -102,7 +107,18 @@ def test_view_shows_speed_drafts_by_source_and_speedup():
     assert "general: cost 60 core seconds, 7 of them while requests ran" in words
     assert "general: gain +9.1% (+7.9% to +10.3%), not paid back yet" in words
     assert "general: on trial, version 9: +1.1% (-0.4% to +2.6%)" in words
+    assert "sql: version 2, 42% of 300 tokens accepted, by position 50%, 25%" in words
     assert "first token 100 ms, p99 198 ms" in words
+
+
+def test_top_watches_osd_learn_in_the_same_home(tmp_path):
+    announce(tmp_path, "", "redis://127.0.0.1:1")
+    with lock(tmp_path), served(BEFORE, LATER) as url:
+        settings = [f"home={tmp_path}", f"tap.dashboard_port={url.rpartition(':')[2]}"]
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        shown = CliRunner().invoke(app, ["top", "--once", "--interval", "0.2", *arguments])
+    assert shown.exit_code == 0, shown.stderr
+    assert url in shown.stdout
 
 
 @pytest.mark.parametrize(("text", "status", "message"), [("nothing of the kind{", 200, "/metrics"), ("", 401, "401")])

@@ -9,7 +9,7 @@ from osd.engine.counters import OLDER_VERSIONS
 from osd.metrics import Name, named
 from osd.registry.training import FundReport, Training, VersionEffect
 from serving.metrics.exposition import render
-from serving.metrics.report import Report, ServiceTotals
+from serving.metrics.report import Report, ServiceTotals, TracedDrafts
 from serving.metrics.table import PROXY, REPLICA
 
 _LABELS = {"domain": "general", "version": 1, "position": 0, "status": 200}
@@ -34,7 +34,8 @@ def everything() -> str:
     training = {"general": Training(lag=0, lag_seconds=0.0, loss=1.0, account=account)}
     streams = {"general": StreamState(1, 64, None)}
     counters = values["counter"] | values["histogram"]
-    totals = ServiceTotals(counters, [report], training, {"general": 0.0}, streams)
+    traced = TracedDrafts(domain="general", version=1, requests=1, tested=[1], accepted=[1])
+    totals = ServiceTotals(counters, [report], training, {"general": 0.0}, streams, [traced])
     return render(totals, "general", "model").decode()
 
 
