@@ -22,7 +22,7 @@ from osd.vllm.settings import REDIS_URL, SettingsError, VllmSettings
 log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers only
 
 _PERIOD = 0.5
-_ENDED = "vllm:request_success_total"
+_ENDED, _TRACES, _DROPPED = "vllm:request_success_total", "osd_capture_traces_total", "osd_capture_dropped_total"
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -84,4 +84,6 @@ class Reporting:
             report_of(scrape, self._domain),
             requests=int(scrape.sum(_ENDED)),
             failed=int(scrape.sum(_ENDED, finished_reason="error")),
+            captured=int(scrape.sum(_TRACES)),
+            dropped=int(scrape.sum(_DROPPED)),
         )

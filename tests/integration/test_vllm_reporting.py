@@ -37,6 +37,8 @@ def metrics() -> Iterator[SimpleNamespace]:
         accepted=Counter("vllm:spec_decode_num_accepted_tokens_per_pos", "", [*ENGINE, "position"]),
         ended=Counter("vllm:request_success", "", [*ENGINE, "finished_reason"]),
         capturing=Gauge("osd_capturing", ""),
+        traces=Counter("osd_capture_traces", ""),
+        dropped=Counter("osd_capture_dropped", "", ["reason"]),
     )
     yield made
     for collector in vars(made).values():
@@ -70,6 +72,9 @@ def test_vllm_reports_load_and_counters_like_a_tap(export, metrics, redis_url, e
     for position, count in enumerate((6, 2)):
         metrics.accepted.labels("0", str(position)).inc(count)
     metrics.capturing.set(1)
+    metrics.traces.inc(7)
+    for reason in ("ring", "redis"):
+        metrics.dropped.labels(reason).inc(2)
 
     async def run() -> None:
         async with reporting(export, settings):
@@ -79,6 +84,7 @@ def test_vllm_reports_load_and_counters_like_a_tap(export, metrics, redis_url, e
             assert (report.domain, report.running, report.waiting) == ("general", 2, 1)
             assert (report.requests, report.failed, report.rounds) == (4, 1, 10)
             assert (report.accepted_per_position, report.traced) == ((6, 2), True)
+            assert (report.captured, report.dropped) == (7, 4)
             assert (load.running, load.waiting) == (3, 0), "a queue does not stop training"
             assert loads.work() == {}
             metrics.capturing.set(0)
