@@ -180,11 +180,12 @@ def test_assembler_ends_after_its_killed_worker(redis_url, redis_client):
     rings = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, env=environment) as worker:
         assert worker.stdout.readline() == b"ready\n"
-        (child,) = [
-            child for child in psutil.Process(worker.pid).children() if "assembler" in " ".join(child.cmdline())
-        ]
+        (pid,) = processes(worker.pid)
+        for child in psutil.Process(worker.pid).children():
+            if child.pid != pid:
+                child.kill()  # the resource tracker, which would delete the ring
         worker.kill()
-    wait_until(lambda: not child.is_running())
+    wait_until(lambda: not psutil.pid_exists(pid))
     assert sorted(requests(redis_client)) == [f"response-{key}" for key in "abcd"]
     wait_until(lambda: set(os.listdir("/dev/shm")) <= rings)
 
