@@ -16,7 +16,7 @@ _POSITIONS = 16
 
 
 @dataclass
-class TracedDrafts:
+class DraftCounts:
     """Draft tokens of the requests of one domain that one drafter version served.
 
     Attributes:
@@ -29,14 +29,14 @@ class TracedDrafts:
     tested: list[int] = field(default_factory=lambda: [0] * _POSITIONS)
     accepted: list[int] = field(default_factory=lambda: [0] * _POSITIONS)
 
-    def add(self, other: TracedDrafts) -> None:
+    def add(self, other: DraftCounts) -> None:
         """Add the counts of ``other``."""
         self.requests += other.requests
-        for mine, others in ((self.tested, other.tested), (self.accepted, other.accepted)):
-            mine[:] = map(sum, zip(mine, others, strict=True))
+        for counts, further in ((self.tested, other.tested), (self.accepted, other.accepted)):
+            counts[:] = map(sum, zip(counts, further, strict=True))
 
     @classmethod
-    def of(cls, trace: Trace) -> TracedDrafts:
+    def of(cls, trace: Trace) -> DraftCounts:
         """Return the counts of one trace.
 
         A draft begins after each token that is not an accepted draft token. Segments after the first are of a request
@@ -57,14 +57,14 @@ class LiveDrafts:
     """Counts of all traces since the start; the number of domains and versions is limited, see ``version_entry``."""
 
     def __init__(self) -> None:
-        self._counts: dict[DraftedBy, TracedDrafts] = {}
+        self._counts: dict[DraftedBy, DraftCounts] = {}
         self._lock = threading.Lock()
 
     def add(self, trace: Trace) -> None:
         """Count a trace under the domain of its request."""
-        counts = TracedDrafts.of(trace)
+        counts = DraftCounts.of(trace)
         with self._lock:
-            version_entry(self._counts, (trace.domain, trace.drafter_version), TracedDrafts).add(counts)
+            version_entry(self._counts, (trace.domain, trace.drafter_version), DraftCounts).add(counts)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the counts of each domain and version that drafted, as JSON; thread-safe."""

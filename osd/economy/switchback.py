@@ -32,10 +32,7 @@ _FALL = 0.05  # fall of the unpaired logarithm of the speed-up, after which a tr
 _LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case
 _KEPT_SECONDS = 3600.0  # busy, for which a trial counts
 _MOST_TRIALS = 400
-_FEW, _SELDOM = (
-    24,
-    4,
-)  # estimates after each of the first trials, then after every fourth
+_FEW, _SELDOM = 24, 4  # an estimate after each of the first trials, then after every fourth
 _GUESS = 0.5  # cost of a plain block as a share of its seconds, before the first estimate
 
 

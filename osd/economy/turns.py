@@ -31,10 +31,7 @@ _GUESS = 0.05  # logarithm of the effect, before any estimate
 _WIDTH = 0.01  # half an interval, below which an effect is known well enough
 _LONGEST_SECONDS = 600.0  # of counted steps, after which no more is spent on an effect that is still uncertain
 _MOST_PAIRS = 512  # beyond, neighbours are joined, which changes neither the estimate nor its error
-_FEW, _SELDOM = (
-    24,
-    4,
-)  # estimates after each of the first pairs, then after every fourth
+_FEW, _SELDOM = 24, 4  # an estimate after each of the first pairs, then after every fourth
 
 
 class Turns:

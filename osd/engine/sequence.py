@@ -319,7 +319,11 @@ class SequenceState:
     def report(self) -> None:
         """Send the tokens and the text since the last update, if there are new tokens or the sequence has finished.
 
+        Text that may still change, an incomplete character or the beginning of a stop string, waits for a later update.
         The last update carries the counts.
+
+        Raises:
+            RequestDataError: the text cannot be decoded.
         """
         try:
             text = self._text.take(last=self.finish is not None)

@@ -53,7 +53,8 @@ class RecentBuffer:
         """Add a record with a new key, and return the keys of the evicted records.
 
         The oldest record of the domain with the most tokens is evicted, again and again until all records fit. The
-        added record stays even if it alone exceeds the limit.
+        added record stays even if it alone exceeds the limit. If it is the only record of that domain, the oldest
+        record of all other domains is evicted.
         """
         self.records[key_of(trace)] = trace
         self._count(trace, 1)

@@ -52,11 +52,14 @@ class RecordWorth:
         return score(trace, self._worth.get(trace.domain, 0.0) if self._worth else 1.0)
 
     def note(self, trace: Trace) -> None:
-        """Note the trace's domain, so that its reports are read."""
+        """Read the reports for the trace's domain; see ``update``."""
         self.update(trace.domain)
 
     def update(self, domain: str) -> None:
-        """Read the reports of the latest domains when ``domain`` is new, and otherwise every ``STATES_SECONDS``."""
+        """Read the reports of trainers when ``domain`` is new, and otherwise every ``STATES_SECONDS``.
+
+        Scores and ``states_weight`` use the last reports. While Redis does not answer, they stay.
+        """
         is_known = domain in self._domains
         self._domains.pop(domain, None)
         self._domains[domain] = None

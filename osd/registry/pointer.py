@@ -52,7 +52,10 @@ class Pointer(RedisClient):
         self._cache = ReadCache(self._files.storage.patience)
 
     def get(self, domain: str) -> Rollout | None:
-        """Return the rollout of a domain, or None when it has none yet."""
+        """Return the rollout of a domain, or None when it has none yet.
+
+        If Redis is older than the pointer file, or holds other data, it is updated; a failure of this is logged.
+        """
         return self._get(domain, self._files.read)
 
     def all(self) -> dict[str, Rollout]:

@@ -87,9 +87,9 @@ class PointerFiles:
 
         Args:
             domain: the domain to change.
-            change: returns the new rollout, or None to change nothing. It is called again when another process
-                changes the pointer in between.
-            fence: the number of the trainer that makes the change; None for an operator, who is never refused.
+            change: gets the rollout, which is None if the pointer is missing or damaged, and returns the new rollout,
+                or None to change nothing. It is called again when another process changes the pointer in between.
+            fence: ``Lease.fence`` of the trainer that makes the change; None for an operator, who is never refused.
 
         Returns:
             The new rollout, or None when nothing was changed.

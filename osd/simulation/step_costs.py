@@ -124,7 +124,10 @@ class MeasuredStepCosts:
         return seconds - np.where(nodes > 0, 0.0, self._spared[streams])
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """Return the choice of ``prompt_chunk`` by the measured seconds of steps; ``most`` if no request decodes."""
+        """Return the prompt tokens that a step reads, as ``prompt_chunk`` chooses by the measured seconds of steps.
+
+        It is ``most`` if no request decodes; see ``StepCosts.chunk`` for the arguments.
+        """
         return prompt_chunk(self._rounds, decoding, reading, most) if decoding else most
 
 
@@ -213,7 +216,10 @@ class PublishedStepCosts:
         return self._round(streams, streams * (1 + nodes) + reading) + np.ceil(nodes) * self._step
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
-        """Return the choice of ``prompt_chunk`` by the computed seconds of steps; ``most`` if no request decodes."""
+        """Return the prompt tokens that a step reads, as ``prompt_chunk`` chooses by the computed seconds of steps.
+
+        It is ``most`` if no request decodes; see ``StepCosts.chunk`` for the arguments.
+        """
         if not decoding:
             return most
         if decoding not in self._rounds:

@@ -66,7 +66,10 @@ class SharedMetrics(Protocol):
     """Metrics of all replicas; methods return None if the metrics actor cannot be reached."""
 
     def push(self, report: Report) -> float | None:
-        """Deliver a report, with a time limit; return the seconds until the next report."""
+        """Deliver a report within two seconds; return the seconds until the next report.
+
+        It is None if the report was not delivered in this time; the caller then chooses the pause.
+        """
         ...
 
     async def totals(self) -> ServiceTotals | None:

@@ -160,6 +160,8 @@ class LoadReports:
 class Reporter:
     """Threads that report the load to Redis and the counters to ``push``.
 
+    The thread of the load also applies the operator's switch of speculation to the engine.
+
     They are two threads, so that Redis cannot delay the counters. ``push`` takes a report and returns the seconds until
     the next report. It may block for a moment, but must not raise.
     """

@@ -296,8 +296,8 @@ def glances(wrong: Tensor, usable: Tensor, ratio: float, step: int) -> Tensor:
     each a true token and the target's feature, and learns the rest of these blocks.
 
     All usable blocks of the micro-batch share one budget: ``ratio`` times the number of their wrong tokens. Blocks in
-    random order get 1 to k - 1 answers each, independent of their own wrong tokens, until the budget is spent. All
-    other blocks get 0.
+    random order draw 1 to k - 1 answers each, independent of their own wrong tokens. The first block that would exceed
+    the budget, and all blocks after it, get 0.
 
     Args:
         wrong: [B, W, k] whether the first pass predicted a wrong token.

@@ -9,7 +9,7 @@ import pytest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.engine.counters import MAX_VERSIONS, OLDER_VERSIONS
 from tests.unit.trainer.traffic import PIECE, live
-from trainer.live_drafts import LiveDrafts, TracedDrafts
+from trainer.live_drafts import LiveDrafts, DraftCounts
 
 A, R, N = ACCEPTED, REJECTED, NOT_DRAFTED
 
@@ -29,7 +29,7 @@ def traced(verdict: list[int], **changed):
     ],
 )
 def test_draft_begins_after_each_token_that_is_not_accepted(verdict, tested, accepted):
-    counts = TracedDrafts.of(traced(verdict))
+    counts = DraftCounts.of(traced(verdict))
     assert (counts.tested[:3], counts.accepted[:3]) == (tested, accepted)
     assert sum(counts.tested) == sum(token != N for token in verdict), "no tested token is lost"
     assert sum(counts.accepted) == verdict.count(A)
