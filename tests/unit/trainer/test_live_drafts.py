@@ -9,7 +9,7 @@ import pytest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.engine.counters import MAX_VERSIONS, OLDER_VERSIONS
 from tests.unit.trainer.traffic import PIECE, live
-from trainer.live_drafts import LiveDrafts, DraftCounts
+from trainer.live_drafts import DraftCounts, LiveDrafts
 
 A, R, N = ACCEPTED, REJECTED, NOT_DRAFTED
 
