@@ -72,9 +72,8 @@ class Consent:
         if self._size <= LARGEST:
             self._parts.append(part)
         if not message.get("more_body", False):
-            body, self._parts = b"".join(self._parts), []
-            if self._size <= LARGEST:
-                self._read(body)
+            self._read(b"".join(self._parts))  # the rest of a body above the limit is missing, so it is no JSON
+            self._parts = []
 
     def _read(self, text: bytes) -> None:
         try:
