@@ -54,7 +54,8 @@ faults: develop ## Break the processes, connections and disks of a service, and 
 cluster: develop ## Run the service on several Ray nodes on this machine, remove some, and print the results
 	$(BIN)/python -m pytest -m cluster $(ARGS)
 
-vllm: install ## Run our drafters inside real vLLM processes and compare every answer; ARGS="--stream FILE --draft recall"
+vllm: develop ## Test capture inside real vLLM processes, then our drafters there; ARGS="--stream FILE --draft recall"
+	$(BIN)/python -m pytest -m vllm tests/vllm
 	$(BIN)/osd bench vllm $(ARGS)
 
 quality: develop ## Run every check that is not a test of behaviour
