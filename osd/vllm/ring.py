@@ -34,11 +34,10 @@ COUNTERS = (
 )
 """Names of the counters in a ring; the producer counts the first three, and the consumer all others."""
 
-_MAGIC = 0x6F73645F72696E67  # "osd_ring"
 _FOLDER = "/dev/shm"  # noqa: S108 - where the kernel shows shared memory
 _HEADER = mmap.PAGESIZE
 _WORD = 8
-_MARK, _SIZE, _WRITTEN, _TAKEN, _FIRST_COUNTER = range(5)  # words of the header
+_SIZE, _WRITTEN, _TAKEN, _FIRST_COUNTER = range(4)  # words of the header
 _FRAME = struct.Struct("<QQI4x")  # number, length, checksum
 
 
@@ -94,7 +93,6 @@ class Ring:
             ) from None
         ring = cls(cast(memoryview, owner.buf), owner.name, release)
         ring._header[_SIZE] = ring.capacity
-        ring._header[_MARK] = _MAGIC
         return ring
 
     @classmethod
@@ -117,7 +115,7 @@ class Ring:
         if memory is None:
             raise RingError(f"{name} holds no ring")
         ring = cls(memory, name, memory.close)
-        if int(ring._header[_MARK]) != _MAGIC or int(ring._header[_SIZE]) != ring.capacity:
+        if int(ring._header[_SIZE]) != ring.capacity:
             ring.close()
             raise RingError(f"{name} holds no ring")
         return ring
@@ -184,7 +182,7 @@ class Ring:
 
     def _read_frame(self, position: int, available: int) -> Frame | None:
         """Return the frame at a position, or None when it is damaged."""
-        if not _FRAME.size <= available <= self.capacity:
+        if available > self.capacity:
             return None
         number, length, checksum = _FRAME.unpack(self._read(position, _FRAME.size))
         if _space(length) > available:

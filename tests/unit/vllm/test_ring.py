@@ -82,7 +82,7 @@ def test_damaged_position_of_the_consumer_is_repaired(ring, taken):
             ring.put([bytes(1000)])
             consumer.get()
         with open(MEMORY / ring.name, "r+b") as file:
-            file.seek(24)
+            file.seek(16)
             file.write(taken.to_bytes(8, "little"))
         assert not ring.put([b"no room is known"])
         assert consumer.get() is None

@@ -52,7 +52,9 @@ def test_shared_array_may_be_empty(empty):
 
 def test_bytes_that_are_not_a_record_are_refused():
     data = b"".join(encode(record()))
-    for damaged in (b"", data[:3], data[:40], data[:-1], data + b"0", b"\xff" * 100):
+    header = msgspec.msgpack.encode([1, [], [], [], [None]])
+    too_few = len(header).to_bytes(4, "little") + header
+    for damaged in (b"", too_few, data[:3], data[:40], data[:-1], data + b"0", b"\xff" * 100):
         with pytest.raises(StepError):
             decode(damaged)
 
