@@ -348,4 +348,4 @@ class _Request:
     def _is_repeated(self, new: NDArray[np.int32], known: int) -> bool:
         """Return whether the first ``new`` tokens equal the last ``known`` tokens of the text."""
         text = np.concatenate([self._context, *(part["token"] for part in self._tokens)])
-        return known <= len(text) and np.array_equal(text[len(text) - known :][: len(new)], new[:known])
+        return np.array_equal(text[len(text) - known :][: len(new)], new[:known])

@@ -15,6 +15,8 @@ from osd.engine.request import Request, SamplingParams
 from osd.engine.trace_builder import TraceBuilder
 from osd.runtime.top import Top
 from osd.vllm.assembly import SILENT_SECONDS, Assembly, Origin
+from osd.vllm.steps import decode as decode_step
+from osd.vllm.steps import encode as encode_step
 from tests.traces import small_trace
 from tests.unit.vllm.step_records import WIDTH, K, admission, step_record
 
@@ -395,6 +397,14 @@ def test_ended_requests_take_no_bytes(counts):
         begin(assembly, "c", max_tokens=1)
         assert len(assembly.end_all()) == 1
     assert not counts["limited"]
+
+
+def test_open_request_does_not_keep_the_bytes_of_a_step(assembly):
+    rows = [PROMPT, ("not captured", 0, 1000, [], [], 0)]
+    data = bytearray(b"".join(encode_step(step_record(rows, begun=[admission("a")]))))
+    assembly.add(decode_step(memoryview(data)), now=0.0)
+    data.clear()  # fails while an array shares the memory
+    assert completions(assembly.end_all()) == [[7]]
 
 
 def test_purged_request_leaves_no_trace(counts):

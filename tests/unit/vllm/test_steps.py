@@ -52,9 +52,11 @@ def test_shared_array_may_be_empty(empty):
 
 def test_bytes_that_are_not_a_record_are_refused():
     data = b"".join(encode(record()))
-    header = msgspec.msgpack.encode([1, [], [], [], [None]])
-    too_few = len(header).to_bytes(4, "little") + header
-    for damaged in (b"", too_few, data[:3], data[:40], data[:-1], data + b"0", b"\xff" * 100):
+    header = msgspec.msgpack.decode(encode(record())[1])
+    header[-1].append(None)
+    larger = msgspec.msgpack.encode(header)
+    other = len(larger).to_bytes(4, "little") + larger + b"".join(encode(record())[2:])
+    for damaged in (b"", other, data[:3], data[:40], data[:-1], data + b"0", b"\xff" * 100):
         with pytest.raises(StepError):
             decode(damaged)
 
