@@ -109,6 +109,7 @@ def test_generated_requests_are_answered_or_refused(service, eventually):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.fault(
     "10,000 generated requests, from valid to nonsense, and broken HTTP",
     "each gets an answer in OpenAI's format, no 5xx except 503 and 504, and all slots are free afterwards",
