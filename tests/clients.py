@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -80,6 +80,7 @@ class Service:
     """Service on a local port."""
 
     port: int
+    headers: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def url(self) -> str:
@@ -99,16 +100,17 @@ class Service:
     def complete(self, **fields: Any) -> httpx2.Response:
         """Request a completion of two tokens."""
         body = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True, **fields}
-        return httpx2.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        return httpx2.post(f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=60)
 
     def loads(self) -> dict[str, int]:
         """Return the running and waiting sequences of each replica that reports."""
-        replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
+        data = httpx2.get(f"{self.url}/dashboard/data", headers=self.headers, timeout=30).raise_for_status().json()
+        replicas = data["replicas"]
         return {replica["name"]: replica["running"] + replica["waiting"] for replica in replicas}
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
-        text = httpx2.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        text = httpx2.get(f"{self.url}/metrics", headers=self.headers, timeout=30).raise_for_status().text
         families = text_string_to_metric_families(text)
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 

@@ -48,8 +48,8 @@ class Up(Service):
 
 
 @contextlib.contextmanager
-def starting(folder: Path, *, replicas: int = 2, **settings: object) -> Iterator[Up]:
-    """Start ``osd up`` and wait for its replicas."""
+def starting(folder: Path, *, replicas: int = 2, key: str = "", **settings: object) -> Iterator[Up]:
+    """Start ``osd up`` and wait for its replicas; ``key`` is the key of the requests, if the settings have keys."""
     port = free_port()
     options = {
         "target.source": make_tiny(folder / "tiny", layers=LAYERS),
@@ -66,6 +66,6 @@ def starting(folder: Path, *, replicas: int = 2, **settings: object) -> Iterator
     arguments = [argument for key, value in options.items() for argument in ("--set", f"{key}={value}")]
     with osd(folder / "home", "up", *arguments) as process:
         wait_until_it_answers(process, port)
-        up = Up(port, process)
+        up = Up(port, process, headers={"authorization": f"Bearer {key}"} if key else {})
         wait_until(lambda: len(up.loads()) == replicas, every=0.1)  # one replica reports all loads
         yield up
