@@ -111,7 +111,6 @@ class AsynchronousHooks:
         """Select the most probable tokens before grammar, penalties and temperature change the logits."""
         logits = self._compute_logits(*args, **kwargs)
         if self._is_sampling:
-            self._is_sampling = False
             with self._guard:
                 assert self._plan is not None  # noqa: S101
                 self._top = top_of(logits, self._plan.logit_rows, self._recorder.k)

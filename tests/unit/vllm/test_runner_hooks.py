@@ -215,6 +215,17 @@ def test_error_of_vllm_passes_unchanged(kind, monkeypatch):
     assert made.guard.errors == 0
 
 
+def test_step_without_a_plan_does_not_use_the_last_plan(kind, monkeypatch):
+    runner, (made, records) = kind[0](), recorder()
+    kind[1](runner, made)
+    runner.batch = Batch([Row("a", 0, 3, [], [5])])
+    runner.step(scheduled([request("a")]))
+    monkeypatch.setattr(Recorder, "plan", lambda *args: 1 / 0)
+    runner.step(scheduled([]))
+    drain(runner)
+    assert len(records) == 1
+
+
 def test_dummy_run_of_vllm_is_not_read():
     runner, (made, _) = SecondRunner(), recorder()
     AsynchronousHooks(runner, made)
