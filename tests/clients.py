@@ -108,6 +108,11 @@ class Service:
         replicas = data["replicas"]
         return {replica["name"]: replica["running"] + replica["waiting"] for replica in replicas}
 
+    def versions(self) -> dict[str, int]:
+        """Return the drafter version of each replica that reports."""
+        replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
+        return {replica["name"]: replica["version"] for replica in replicas}
+
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         text = httpx2.get(f"{self.url}/metrics", headers=self.headers, timeout=30).raise_for_status().text

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import httpx2
 import torch
 
 from osd.registry.events import Events
@@ -44,11 +43,6 @@ class Cluster(Service):
         """Return the events of one kind."""
         with Events(self.nodes.redis_url) as events:
             return [event for event in events.recent() if event["kind"] == kind]
-
-    def versions(self) -> dict[str, int]:
-        """Return the drafter version of each replica that reports."""
-        replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
-        return {replica["name"]: replica["version"] for replica in replicas}
 
     def publish(self) -> int:
         """Publish the newest weights again with small changes; return the version."""

@@ -6,10 +6,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2 as httpx
@@ -145,8 +146,8 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def running(folder: Path, **drafter: Any) -> Iterator[Service]:
-    """Run a service in ``folder``; ``drafter`` adds settings of the drafter."""
+def running(folder: Path, serving: Mapping[str, Any] = MappingProxyType({}), **drafter: Any) -> Iterator[Service]:
+    """Run a service in ``folder``; ``serving`` and ``drafter`` add settings of these sections."""
     target = make_tiny(folder / "tiny")
     settings = Settings(
         home=folder / "home",
@@ -161,6 +162,7 @@ def running(folder: Path, **drafter: Any) -> Iterator[Service]:
             "body_timeout_s": 2,
             "admin_key": ADMIN_KEY,
             "otlp_endpoint": f"http://127.0.0.1:{free_port()}",  # only one test starts a collector here
+            **serving,
         },
         log={"format": "json", "file": folder / "log.jsonl"},
     )

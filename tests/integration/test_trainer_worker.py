@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from osd.capture.trace import ACCEPTED, REJECTED
 from osd.registry import lease as lease_module
 from osd.registry.pointer_file import FencedError
 from osd.registry.training import TrainingReports
+from tests.killer import Killer
 from tests.unit.learning.toys import Toy, make_trace, target_logits, with_drafts
 from trainer import checkpoint as checkpoint_module
 from trainer import worker as worker_module
@@ -268,31 +270,39 @@ def test_drop_of_live_acceptance_is_reported_and_counted(make_loop, eventually):
     assert reported["source"] == "general"
 
 
-@pytest.mark.fault("two trainers have the same domain", "one trains, and the other waits until the first ends")
-def test_second_trainer_of_a_domain_waits(make_loop, eventually):
-    first, second = make_loop(), make_loop()
-    active = first.begin()
-    eventually(lambda: active.status()["steps"] > 0)
-    waiting = second.start()
-    eventually(lambda: waiting.status()["detail"] == "another trainer trains general")
-    eventually(lambda: active.status()["published"] >= 1)
-    assert waiting.status()["steps"] == 0
-    first.stop()
-    eventually(lambda: waiting.status()["steps"] >= active.status()["steps"] > 0)  # from the checkpoint
-    second.send(40)
-    versions = active.status()["published"] + 1
-    eventually(lambda: first.pointer.get("general").stable > versions)
-    second.stop()
-    # Each version was put in service once, by one of the trainers, so no move of the pointer was lost.
-    rollout = first.pointer.get("general")
-    assert rollout.stable == len(first.registry.list("general")) == rollout.moves
-    assert rollout.fence == 2
-
-
 @pytest.mark.fault(
-    "a trainer hangs, is replaced and resumes",
-    "it writes nothing more, and ends with a line that gives the reason",
+    "two trainers have the same domain",
+    "one trains, and the other waits until the first ends",
+    process="trainer: regular end of the first",
 )
+def test_second_trainer_of_a_domain_waits(make_loop, redis_url, ends, eventually):
+    loop = make_loop()
+    loop.first_version()
+
+    def start():
+        killer = Killer("tests.faults.toy_trainer", redis_url, loop.settings.model_dump_json())
+        return ends.enter_context(closing(killer))
+
+    def rollout():
+        return loop.pointer.get("general")
+
+    first = start()
+    eventually(lambda: rollout().fence == 1)
+    second = start()
+    loop.send(40)
+    eventually(lambda: rollout().stable > 1)
+    assert rollout().fence == 1, "the second trainer waits"
+    first.close()
+    eventually(lambda: rollout().fence == 2)
+    versions = rollout().stable
+    loop.send(40)
+    eventually(lambda: rollout().stable > versions)
+    second.close()
+    # Each version was put in service once, by one of the trainers, so no move of the pointer was lost.
+    now = rollout()
+    assert now.stable == len(loop.registry.list("general")) == now.moves
+
+
 def test_replaced_trainer_ends_without_writing(make_loop, eventually, monkeypatch):
     first, second = make_loop(), make_loop()
     replaced, ended = first.begin(), []
