@@ -1,134 +1,220 @@
-"""The system clock is set while osd runs: waits, expiry and purges follow the elapsed time."""
+"""The wall clock of all processes is set while they run: waits, expiry and purges follow the elapsed time."""
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
+import redis
 
-from osd.capture.purge import Purges, RemovedData
-from osd.config import TrainerSettings
-from osd.drafting.recall.drafter import Recall
-from osd.registry.events import Events
-from osd.registry.lease import SILENT_SECONDS, Lease
+from osd.capture.server import RedisServer
+from osd.config import Settings
+from osd.drafting.recall.snapshot import Snapshots
+from osd.recall.backends import backend
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.pointer_file import PointerFiles
 from osd.registry.versions import Registry
-from osd.target.identity import identify
-from serving.replica.recall_keeper import RecallKeeper
+from tests.faults.wall_clock import WallClock, moving
+from tests.killer import Killer
 from tests.pointers import put
-from tests.unit.engine.harness import prompts, running
 from tests.unit.learning.toys import Toy
-from trainer.rollout import DomainVersions, Promotion
+from tests.up import Up, starting
+from tests.waiting import HANG_SECONDS
 
-pytestmark = [
-    pytest.mark.fault(
-        "the clock jumps by an hour, forward and back",
-        "canaries, leases, purges and the age of recall's entries follow the elapsed time",
-    )
-]
+pytestmark = pytest.mark.soak
 
-HOUR = 3600.0
+of_trainers = pytest.mark.fault(
+    "the clock of trainers jumps by an hour, forward and back",
+    "canaries and leases follow the elapsed time",
+    process="trainer, redis-server: the wall clock of all processes is set",
+)
+of_a_service = pytest.mark.fault(
+    "the clock of a service jumps by an hour, forward and back",
+    "purges and the age of recall's entries follow the elapsed time",
+    process="osd up, replica, redis-server: the wall clock of all processes is set",
+)
+HOUR = 3600
+CANARY_SECONDS, LOOKS_SECONDS = 15.0, 3.0
+"""Time limit of a canary, and time in which a trainer sees it, or a lease."""
+ADMIN_KEY = "sk-operators"
 both_ways = pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forwards", "backwards"])
 
 
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory) -> Iterator[WallClock]:
+    with moving(tmp_path_factory.mktemp("clock")) as clock:
+        yield clock
+
+
+@pytest.fixture(scope="module")
+def redis_url(clock: WallClock) -> Iterator[str]:
+    with RedisServer(64) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("service") / "home"
+
+
+@pytest.fixture(scope="module")
+def service(home: Path, clock: WallClock) -> Iterator[Up]:
+    """Service with a replica, a trainer and recall."""
+    key_file = home.parent / "admin-key"
+    key_file.write_text(ADMIN_KEY)
+    settings = {
+        "drafter.kind": "mixed",
+        "drafter.trained.vocabulary": 128,
+        "growth.governed": "false",  # drafts do not pay on a tiny target
+        "serving.admin_key_file": key_file,
+    }
+    with starting(home.parent, replicas=1, **settings) as up:
+        yield up
+
+
 @pytest.fixture
-def set_clock(monkeypatch):
-    """Function that moves the wall clock by a number of seconds, and with it the file times that osd writes."""
-
-    def jump(seconds: float) -> None:
-        real = time.time
-        monkeypatch.setattr("time.time", lambda: real() + seconds)
-
-    return jump
-
-
-@pytest.fixture
-def promotion(redis_url, tmp_path):
-    """Rollout of a domain with a new canary and a time limit of one minute."""
-    registry, toy = Registry(tmp_path), Toy()
-    for _ in range(2):
-        registry.publish("general", toy.weights(), toy.config(), {})
-    with Pointer(redis_url, tmp_path) as pointer, Events(redis_url) as events:
-        put(pointer, "general", Rollout(1, 2, 0.5, time.time()))
-        versions = DomainVersions("general", registry, pointer, events, Lease(PointerFiles(tmp_path), "general"))
-        yield Promotion(versions, TrainerSettings(canary_share=0.5, canary_seconds=60), lambda config: Toy(), 20)
+def trainers(redis_url: str, tmp_path: Path) -> Iterator[Trainers]:
+    """Home with two versions of a domain, for up to two trainers of toys."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    trainers = Trainers(redis_url, tmp_path)
+    yield trainers
+    trainers.end_all()
 
 
+class Trainers:
+    """Starter of trainers of the same domain."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        trainer: Any = {"canary_seconds": CANARY_SECONDS}
+        self._settings = Settings(home=home, target={"source": "toy"}, trainer=trainer)  # type: ignore[arg-type]
+        self._url, self._running = url, list[Killer]()
+        registry, toy = Registry(self._settings.registry_dir), Toy()
+        for _ in range(2):
+            registry.publish("general", toy.weights(), toy.config(), {})
+
+    def start(self) -> Killer:
+        """Start a trainer."""
+        killer = Killer("tests.faults.toy_trainer", self._url, self._settings.model_dump_json())
+        self._running.append(killer)
+        return killer
+
+    def put(self, rollout: Rollout) -> None:
+        """Move the pointer."""
+        with Pointer(self._url, self._settings.registry_dir) as pointer:
+            put(pointer, "general", rollout)
+
+    def rollout(self) -> Rollout:
+        """Return the rollout on the disk."""
+        rollout = PointerFiles(self._settings.registry_dir).read("general")
+        assert rollout is not None
+        return rollout
+
+    def end_all(self) -> None:
+        """Resume and end the trainers."""
+        for killer in self._running:
+            killer.process.send_signal(signal.SIGCONT)
+            killer.close()
+
+
+@of_trainers
 @both_ways
-def test_canary_trial_lasts_its_elapsed_time(promotion, set_clock, jump, fault_result):
-    assert promotion.load_stable() is not None
+def test_canary_lasts_its_elapsed_time(trainers, clock, jump, eventually, fault_result):
+    trainers.start()
     began = time.monotonic()
-    set_clock(jump)
-    assert promotion.decide(time.monotonic()).action == "watch"
-    assert promotion.decide(began + 60) is not None
-    assert promotion.versions.rollout().canary is None
+    trainers.put(Rollout(1, 2, 0.5, clock.now()))
+    eventually(lambda: trainers.rollout().fence == 1)
+    time.sleep(LOOKS_SECONDS)
+    clock.jump(jump)
+    eventually(lambda: trainers.rollout().canary is None)
+    assert time.monotonic() - began > CANARY_SECONDS - 1
     fault_result.lost = "nothing"
 
 
-@both_ways
-def test_successor_keeps_the_time_limit_of_a_canary(promotion, set_clock, jump):
-    set_clock(jump)
-    promotion.load_stable()
-    assert promotion.decide(time.monotonic() + 61).action == "roll_back"
-
-
-@both_ways
-def test_lease_expires_by_elapsed_time(tmp_path, set_clock, jump, monkeypatch, fault_result):
-    now = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    files, rollout = PointerFiles(tmp_path), Rollout(1, None, 0.0, 1.0)
-    first, second = Lease(files, "general"), Lease(files, "general")
-    assert first.take(rollout)
-    assert not second.take(rollout)
-    set_clock(jump)
-    for _ in range(3):
-        now += SILENT_SECONDS / 2
-        first.alive()
-        assert not second.take(rollout)
-    now += SILENT_SECONDS + 1
-    assert second.take(rollout)
+@of_trainers
+def test_canary_ends_after_the_clock_was_set_back(trainers, clock, eventually, fault_result):
+    trainers.start()
+    now = clock.now()
+    clock.jump(-HOUR)
+    trainers.put(Rollout(1, 2, 0.5, now))
+    eventually(lambda: trainers.rollout().canary is None)
+    clock.jump(HOUR)
     fault_result.lost = "nothing"
-    first.release()
-    second.release()
 
 
+@of_trainers
+def test_lease_stays_when_the_clock_is_set_forward(trainers, clock, eventually, fault_result):
+    trainers.start()
+    trainers.put(Rollout(1, None, 0.0, clock.now()))
+    eventually(lambda: trainers.rollout().fence == 1)
+    trainers.start()
+    time.sleep(LOOKS_SECONDS)
+    clock.jump(HOUR)
+    time.sleep(LOOKS_SECONDS)
+    assert trainers.rollout().fence == 1, "the first trainer lives"
+    clock.jump(-HOUR)
+    fault_result.lost = "nothing"
+
+
+@of_trainers
+def test_lease_of_a_hanging_trainer_expires_after_a_backward_jump(trainers, clock, eventually, fault_result):
+    first = trainers.start()
+    trainers.put(Rollout(1, None, 0.0, clock.now()))
+    eventually(lambda: trainers.rollout().fence == 1)
+    trainers.start()
+    time.sleep(LOOKS_SECONDS)
+    first.process.send_signal(signal.SIGSTOP)
+    clock.jump(-HOUR)
+    began = time.monotonic()
+    eventually(lambda: trainers.rollout().fence == 2)
+    fault_result.lost, fault_result.seconds = "nothing", time.monotonic() - began
+    clock.jump(HOUR)
+
+
+@of_a_service
 @both_ways
-def test_purge_removes_entries_from_before_the_jump(
-    redis_url, tiny_target, tmp_path, set_clock, jump, eventually, fault_result
-):
-    with running(tiny_target, drafter=Recall()) as client:
-        settings = client.engine.settings.model_copy(update={"home": tmp_path})
-        keeper = RecallKeeper(settings, redis_url, "a", identify("tiny", tiny_target), client.engine)
-        keeper.start()
-        try:
-            client.submit("purged", prompts([5])[0], 12, ignore_eos=True, capture=True)
-            client.wait()
-            table = client.engine.pool.memories("general").of("")
-            assert table.used() > 0
-            set_clock(jump)
-            with Purges(redis_url) as purges:
-                purges.add("purged")
-                ((_, removed),) = eventually(lambda: purges.answers("purged")).items()
-            assert isinstance(removed, RemovedData)
-            assert removed.entries > 0
-            assert table.used() == 0
-        finally:
-            keeper.close()
+def test_purge_removes_entries_from_before_the_jump(service, clock, jump, eventually, fault_result):
+    written = service.metric("osd_traces_written_total")
+    request = service.complete(prompt=f"purged {jump}", max_tokens=100).json()["id"]
+    eventually(lambda: service.metric("osd_traces_written_total") > written)
+    clock.jump(jump)
+    time.sleep(
+        LOOKS_SECONDS
+    )  # until its next heartbeat a replica looks silent for an hour, and a purge calls it absent
+    answer = httpx2.post(
+        f"{service.url}/admin/traces/purge",
+        json={"request": request},
+        headers={"authorization": f"Bearer {ADMIN_KEY}"},
+        timeout=120,
+    )
+    assert answer.status_code == 200, answer.text
+    removed = answer.json()
+    assert removed["entries"] > 0
+    assert removed["streamed"] + removed["remembered"] > 0
+    assert removed["absent"] == []
     fault_result.lost = "only the purged request"
 
 
-def test_entries_after_a_backward_jump_are_not_older(tiny_target, set_clock, fault_result):
+@of_a_service
+def test_entries_after_a_backward_jump_are_not_older(service, home, clock, eventually, fault_result):
     """A full table drops the entries with the oldest renewal."""
-    began = int(time.time())
-    with running(tiny_target, drafter=Recall()) as client:
-        table = client.engine.pool.memories("general").of("")
-        client.submit("before", prompts([5])[0], 12, ignore_eos=True, capture=True)
-        client.wait()
-        first = table.used()
-        set_clock(-HOUR)
-        client.submit("after", prompts([5], seed=1)[0], 12, ignore_eos=True, capture=True)
-        client.wait()
-        assert table.used() > first > 0
-        assert table.drop(before=began) == 0
+    began = int(clock.now())
+    service.complete(prompt="before", max_tokens=100)
+    eventually(lambda: service.metric("osd_recall_entries") > 0)
+    clock.jump(-HOUR)
+    service.complete(prompt="after", max_tokens=100)
+    service.process.send_signal(signal.SIGTERM)
+    service.process.communicate(timeout=HANG_SECONDS)  # a replica writes its table when it ends
+    snapshots = Snapshots(home / "registry")
+    about = snapshots.about("general")
+    assert about is not None
+    table = backend().memory(about.entries)
+    snapshots.restore("general", table, about.target)
+    assert table.used() > 0
+    assert table.drop(before=began) == 0
     fault_result.lost = "nothing"

@@ -1,34 +1,38 @@
-"""The pointer names a damaged or unsuitable version: a real replica refuses it and continues."""
+"""The pointer names a damaged or unsuitable version: the replicas of a service refuse it and continue."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from osd import drafting
-from osd.config import Settings
-from osd.registry.events import Events
-from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
-from serving.replica import rollout_follower
-from tests.pointers import put
-from tests.replicas import Replicas, decode
+from tests.e2e.conftest import REPLICAS, Service, running, shake
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.fault(
         "a version in service has a flipped bit, is truncated, has a NaN, or is for another target",
         "it is refused by name; replicas keep the old version, retry a version that may be repaired, and "
         "load the next version",
+        process="replica: damaged files of a version",
     ),
 ]
 
 WEIGHTS = "model.safetensors"
+RETRY_SECONDS = 4.0
+"""Time in which a replica tries a damaged version two more times."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[Service]:
+    with running(tmp_path_factory.mktemp("service")) as service:
+        yield service
 
 
 def flip(version: Path, other: Path) -> None:
@@ -46,18 +50,22 @@ def cut(version: Path, other: Path) -> None:
 
 def not_a_number(version: Path, other: Path) -> None:
     """Write a NaN, with a matching manifest."""
-    data = bytearray((version / WEIGHTS).read_bytes())
-    data[-4:] = struct.pack("<f", float("nan"))
-    (version / WEIGHTS).write_bytes(data)
+    weights = load_file(version / WEIGHTS)
+    weight = next(weight for weight in weights.values() if weight.is_floating_point())
+    weight.view(-1)[0] = float("nan")
+    save_file(weights, version / WEIGHTS)
     manifest = json.loads((version / "manifest.json").read_text())
-    manifest["sha256"] = hashlib.sha256(data).hexdigest()
+    manifest["sha256"] = hashlib.sha256((version / WEIGHTS).read_bytes()).hexdigest()
     (version / "manifest.json").write_text(json.dumps(manifest))
 
 
 def for_another_target(version: Path, other: Path) -> None:
     """Replace the version by a complete one for a target of another width."""
     first = Registry(version.parents[1]).load("general", 1)
-    narrow = {name: weight[..., : weight.shape[-1] // 2] for name, weight in first.weights.items()}
+    narrow = {
+        name: weight[..., : weight.shape[-1] // 2] if weight.is_floating_point() else weight
+        for name, weight in first.weights.items()
+    }
     Registry(other).publish("general", narrow, first.config, {})
     for entry in (other / "general" / "1").iterdir():
         (version / entry.name).write_bytes(entry.read_bytes())
@@ -72,48 +80,35 @@ def for_another_target(version: Path, other: Path) -> None:
         (for_another_target, "shape", False),
     ],
 )
-def test_replica_refuses_a_damaged_version(
-    replica_settings: Settings, redis_url: str, tiny_target, tmp_path, monkeypatch, eventually: Callable[..., None],
-    fault_result, damage: Callable[[Path, Path], None], reason: str, is_repairable: bool,
-):  # fmt: skip
-    monkeypatch.setattr(rollout_follower, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(rollout_follower, "_FIRST_PAUSE", 0.05)
-    tries, load = [], Registry.load
-    monkeypatch.setattr(Registry, "load", lambda registry, *version: tries.append(version) or load(registry, *version))
-    registry = Registry(replica_settings.registry_dir)
-    first = drafting.initial(replica_settings.drafter, tiny_target, replica_settings.home_dir)
-    for _ in range(3):
-        registry.publish("general", first.weights(), first.config(), {})
-    good, second = registry.root / "general" / "1", registry.root / "general" / "2"
-    with (
-        Pointer(redis_url, registry.root) as pointer, Events(redis_url) as events,
-        Replicas(replica_settings, redis_url) as replicas,
-    ):  # fmt: skip
-        put(pointer, "general", Rollout(1, None, 0.0, 1.0))
-        replica = replicas.start("a")
-        old_events = len(events.recent())
-        damage(second, tmp_path)
-        put(pointer, "general", Rollout(2, None, 0.0, 2.0))
-        finish = decode(replica, "during", tokens=40)
+def test_replicas_refuse_a_damaged_version(service, tmp_path, eventually, fault_result, damage, reason, is_repairable):
+    good, damaged, following = (service.publish(shake) for _ in range(3))
+    folder = service.registry.root / "general"
+    service.point_at(good)
+    eventually(lambda: service.versions() == [good] * REPLICAS)
+    text = answer(service)
+    damage(folder / str(damaged), tmp_path)
+    service.point_at(damaged)
 
-        def refused() -> list[str]:
-            new_events = events.recent()[old_events:]
-            return [event["reason"] for event in new_events if (event["kind"], event["version"]) == ("rejected", 2)]
+    def reasons() -> list[str]:
+        events = [event for event in service.data()["events"] if event["kind"] == "rejected"]
+        return [event["reason"] for event in events if event["version"] == damaged]
 
-        eventually(refused)
-        finish()
-        assert replica.engine.drafter_version == 1
-        count = len(tries)
-        eventually(lambda: len(tries) >= count + 3 * is_repairable)
-        assert len(refused()) == 1, "one event"
-        assert reason in refused()[0]
-        began = time.monotonic()
-        if is_repairable:
-            for name in (WEIGHTS, "manifest.json"):
-                (second / name).write_bytes((good / name).read_bytes())
-            eventually(lambda: replica.engine.drafter_version == 2)
-        put(pointer, "general", Rollout(3, None, 0.0, 3.0))
-        eventually(lambda: replica.engine.drafter_version == 3)
-        fault_result.seconds = time.monotonic() - began
-        decode(replica, "after")()
+    eventually(lambda: answer(service) == text and len(reasons()) == REPLICAS)
+    time.sleep(RETRY_SECONDS)
+    assert len(reasons()) == REPLICAS, "one event of each replica"
+    assert all(reason in stated for stated in reasons()), reasons()
+    assert service.versions() == [good] * REPLICAS
+    began = time.monotonic()
+    if is_repairable:
+        for name in (WEIGHTS, "manifest.json"):
+            (folder / str(damaged) / name).write_bytes((folder / str(good) / name).read_bytes())
+        eventually(lambda: answer(service) == text and service.versions() == [damaged] * REPLICAS)
+    fault_result.seconds = time.monotonic() - began
+    service.point_at(following)
+    eventually(lambda: answer(service) == text and service.versions() == [following] * REPLICAS)
     fault_result.lost, fault_result.errors = "nothing", "none"
+
+
+def answer(service: Service) -> str:
+    """Return the text of a greedy completion."""
+    return service.complete("some text").raise_for_status().json()["choices"][0]["text"]

@@ -4,47 +4,67 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
+import redis
 import torch
 
-from osd.config import LanguageModelSettings
+from osd.capture.writer import TraceWriter
+from osd.config import LanguageModelSettings, Settings
 from osd.drafting import formats, initial
 from osd.drafting.recall.snapshot import Snapshots
 from osd.recall.backends import backend
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry
 from osd.target.identity import Identity
-from tests.integration.loop import Loop
+from tests.killer import Killer
 from tests.pointers import put
+from tests.unit.learning.toys import Toy, make_trace
+from tests.up import Up, starting
+from tests.waiting import wait_until
 from trainer import checkpoint
 
-pytestmark = [
-    pytest.mark.fault(
-        "the disk with versions, pointers, checkpoints and snapshots is full",
-        "old files stay readable, no partial file remains, one log line reports it, and writing resumes when "
-        "there is space",
-    ),
-]
-
-MEGABYTES = 4
 FULL = f"[Errno {errno.ENOSPC}] No space left on device"
+RECORDS = 40
+BUSY_SECONDS = 20.0
+"""Time for which a service answers requests on a full disk."""
+ADMIN_KEY = "sk-operators"
+
+
+@contextlib.contextmanager
+def mounted(megabytes: int) -> Iterator[Path]:
+    """File system of a few megabytes; its path is short, because Ray's sockets are on it."""
+    folder, mount, umount = (
+        Path(tempfile.mkdtemp(prefix="disk-", dir="/tmp")),
+        shutil.which("mount"),
+        shutil.which("umount"),
+    )
+    options = ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if not (mount and umount) or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
+        folder.rmdir()
+        pytest.skip("only root may mount a small file system")
+    try:
+        yield folder
+    finally:
+        # A killed process keeps the file system busy for a moment.
+        wait_until(lambda: subprocess.run([umount, folder], capture_output=True, check=False).returncode == 0)
+        folder.rmdir()
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """File system of a few megabytes."""
-    folder, mount, umount = tmp_path_factory.mktemp("disk"), shutil.which("mount"), shutil.which("umount")
-    options = ["-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(folder)]
-    if not (mount and umount) or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small file system")
-    yield folder
-    subprocess.run([umount, folder], check=True)
+def disk() -> Iterator[Path]:
+    """File system of the writers and the trainer."""
+    with mounted(4) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -110,19 +130,17 @@ def contents(home: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("prepare", [put_version, put_checkpoint, put_pointer, put_snapshot])
-def test_failed_write_keeps_files_and_works_later(home, redis_url, prepare, fault_result):
+def test_failed_write_keeps_files_and_works_later(home, redis_url, prepare):
     write = prepare(home, redis_url)
     before = contents(home)
     with full(home):
         with pytest.raises(OSError, match="No space left on device"):
             write()
         assert contents(home) == before
-    began = time.monotonic()
     write()
-    fault_result.lost, fault_result.seconds = "nothing", time.monotonic() - began
 
 
-def test_failed_export_leaves_no_files(home, tiny_target, tmp_path, fault_result):
+def test_failed_export_leaves_no_files(home, tiny_target, tmp_path):
     settings = LanguageModelSettings(layers=1)
     drafter = initial(settings, tiny_target, tmp_path)
     origin = formats.ExportOrigin("general", 1, "target", tiny_target, 3)
@@ -132,33 +150,116 @@ def test_failed_export_leaves_no_files(home, tiny_target, tmp_path, fault_result
         assert [entry.name for entry in home.iterdir()] == ["ballast"]
     formats.write(drafter, "transformers", origin, home / "out")
     assert (home / "out" / "model.safetensors").exists()
-    fault_result.lost = "nothing"
 
 
 @pytest.mark.soak
-def test_trainer_continues_and_publishes_later(home, redis_url, monkeypatch, caplog, eventually, fault_result):
-    monkeypatch.setattr("trainer.worker.CHECKPOINT_SECONDS", 0.2)
-    loop = Loop(redis_url, home, tracking="none")
+@pytest.mark.fault(
+    "the disk of a trainer is full: versions, pointers and checkpoints",
+    "old files stay readable, no partial file remains, one log line reports it, and writing resumes when "
+    "there is space",
+    process="trainer: a file system of 4 MB without space",
+)
+def test_trainer_continues_and_publishes_later(home, server, tmp_path, eventually, fault_result):
+    log = tmp_path / "log.jsonl"
+    settings = Settings(home=home, target={"source": "toy"}, log={"format": "json", "file": log})  # type: ignore[arg-type]
+    registry, toy = Registry(settings.registry_dir), Toy()
+    registry.publish("general", toy.weights(), toy.config(), {})
+    with Pointer(server.url, registry.root) as pointer:
+        put(pointer, "general", Rollout(1, None, 0.0, time.time()))
+    writer = TraceWriter(server.url, settings.capture.model_copy(update={"max_queue": RECORDS}))
+    for number in range(RECORDS):
+        assert writer.offer(make_trace(f"request-{number}", completion=30, seed=number))
+    writer.close()
+
+    def messages(start: str) -> list[str]:
+        messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+        return [message for message in messages if message.startswith(start)]
+
+    problems = {"the checkpoint cannot be": "general.safetensors", "a candidate could not be published": str(home)}
+    trainer = Killer("tests.faults.toy_trainer", server.url, settings.model_dump_json())
     try:
-        worker = loop.begin()
-        eventually(lambda: worker.status()["steps"] > 0)
+        eventually(lambda: len(registry.numbers("general")) > 1)
         with full(home):
-            before = worker.status()["steps"]
-            published = loop.registry.numbers("general")
-            eventually(lambda: "a candidate could not be published" in caplog.text)
-            eventually(lambda: "the checkpoint cannot be written" in caplog.text)
-            eventually(lambda: worker.status()["steps"] > before + 30)
-            assert loop.registry.numbers("general") == published
+            before = contents(home)
+            for problem in problems:
+                eventually(lambda problem=problem: messages(problem))
+            assert contents(home) == before
+            published = registry.numbers("general")
+            for number in published:
+                registry.load("general", number)
         began = time.monotonic()
-        eventually(lambda: loop.registry.numbers("general") > published)
+        eventually(lambda: registry.numbers("general")[-1] > published[-1])
         fault_result.seconds = time.monotonic() - began
-        eventually(lambda: worker.intake.waiting().records == 0)
-        names = {"the checkpoint cannot be": "general.safetensors", "a candidate could not be published": str(home)}
-        for start, name in names.items():
-            (message,) = [text for text in caplog.messages if text.startswith(start)]
-            assert FULL in message
-            assert name in message
-        loop.registry.load("general", loop.pointer.get("general").stable)
+        with redis.Redis.from_url(server.url) as client:
+            eventually(lambda: client.xinfo_groups("osd:traces:domain:general")[0]["pending"] == 0)
     finally:
-        loop.close()
+        trainer.close()
+    for problem, name in problems.items():
+        (message,) = messages(problem)
+        assert FULL in message
+        assert name in message
+    registry.load("general", registry.numbers("general")[-1])
     fault_result.lost, fault_result.errors = "nothing", "none: replicas keep their version"
+
+
+@pytest.fixture
+def service(monkeypatch) -> Iterator[tuple[Up, Path]]:
+    """Service with all its files on a small file system: target, home, logs, audit log, and those of Ray."""
+    with mounted(128) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", str(folder))
+        (folder / "admin-key").write_text(ADMIN_KEY)
+        settings = {
+            "drafter.kind": "mixed",
+            "drafter.trained.vocabulary": 128,
+            "drafter.recall.megabytes": 1,
+            "growth.governed": "false",  # drafts do not pay on a tiny target
+            "serving.admin_key_file": folder / "admin-key",
+            "log.format": "json",
+            "log.file": folder / "log.jsonl",
+        }
+        with starting(folder, replicas=1, **settings) as up:
+            yield up, folder
+
+
+@pytest.mark.soak
+@pytest.mark.fault(
+    "the disk of a service is full: its home, log and audit log, and the files of Ray",
+    "requests are answered as before, an action that cannot be audited is refused with 503, and everything "
+    "resumes when there is space",
+    process="replica, osd up: a file system of 128 MB without space",
+)
+def test_service_answers_on_a_full_disk(service, eventually, fault_result):
+    up, disk = service
+    log, replicas = disk / "log.jsonl", up.workers("ServeReplica")
+    text, version = complete(up), up.versions()
+    with full(disk):
+        length, until = log.stat().st_size, time.monotonic() + BUSY_SECONDS
+        while time.monotonic() < until:
+            assert complete(up) == text
+        assert log.stat().st_size <= length + 4096, "the disk is full"
+        refused = act(up, "pin")
+        assert refused.status_code == 503
+        assert "audit log" in refused.json()["error"]["message"]
+        assert httpx2.get(f"{up.url}/health", timeout=30).status_code == 200
+        assert up.versions() == version
+    began = time.monotonic()
+    assert act(up, "pin").status_code == 200
+    eventually(lambda: complete(up) == text and log.stat().st_size > length + 4096)
+    fault_result.seconds = time.monotonic() - began
+    assert up.workers("ServeReplica") == replicas, "no replica was replaced"
+    up.process.send_signal(signal.SIGTERM)
+    _, errors = up.process.communicate(timeout=120)
+    assert "Traceback" not in errors
+    assert Snapshots(disk / "home" / "registry").about("general") is not None
+    fault_result.lost, fault_result.errors = "lines of the log", "none"
+
+
+def complete(up: Up) -> str:
+    """Return the text of a greedy completion."""
+    return up.complete(max_tokens=50).raise_for_status().json()["choices"][0]["text"]
+
+
+def act(up: Up, action: str) -> httpx2.Response:
+    """Do an action of an operator on version 1."""
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    return httpx2.post(f"{up.url}/admin/drafters/{action}", json={"version": 1}, headers=headers, timeout=60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import redis
 
 from osd.capture.server import open_redis
+from osd.capture.streams import stream_of
 from osd.capture.writer import TraceWriter
 from osd.config import CaptureSettings, load_settings
 from osd.redis_client import connect
@@ -20,6 +23,7 @@ pytestmark = [
     pytest.mark.fault(
         "the Redis master is killed and a replica takes over",
         "writers follow the sentinels; lost traces are counted",
+        process="redis-server: SIGKILL of the master",
     ),
 ]
 
@@ -48,7 +52,7 @@ def test_writers_follow_sentinels_to_the_new_master(tmp_path: Path, eventually, 
                     )
                 with redis.Redis(port=old, password=PASSWORD) as master:
                     master.wait(1, 5000)
-                    master.shutdown(nosave=True)
+                    os.kill(master.info("server")["process_id"], signal.SIGKILL)
                 began = time.monotonic()
 
                 def written() -> bool:
@@ -64,4 +68,4 @@ def test_writers_follow_sentinels_to_the_new_master(tmp_path: Path, eventually, 
                 writer.close()
             with redis.Redis(port=new, password=PASSWORD) as server:
                 assert server.get("test:a") == b"2"
-                assert server.exists("test:" + CAPTURE.stream)
+                assert server.exists("test:" + stream_of(CAPTURE.stream, "general"))

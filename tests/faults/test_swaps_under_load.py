@@ -23,14 +23,15 @@ pytestmark = [
     pytest.mark.fault(
         "64 clients send 1,000 requests while a version is swapped in every 10 s",
         "no request hangs, failures are only 429 with Retry-After, and the replicas' memory grows by at most 2 %",
+        process="replica: a swap every 10 s",
     ),
 ]
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """Service whose n-gram cache is full soon."""
-    with running(tmp_path_factory.mktemp("load"), recall={"megabytes": 1}) as service:
+    """Service whose n-gram cache is full soon, and whose queues hold the requests of all clients."""
+    with running(tmp_path_factory.mktemp("load"), {"max_queue": 2 * CLIENTS}, recall={"megabytes": 1}) as service:
         yield service
 
 
