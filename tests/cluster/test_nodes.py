@@ -73,6 +73,7 @@ def test_every_proxy_sums_the_metrics_of_all_nodes(cluster):
     "a node with a replica is lost during a rollout under load",
     "only requests that it was decoding fail; within 30 s there are as many replicas as before, all with the "
     "new version; no counter falls",
+    process="node: SIGKILL of all its processes",
 )
 def test_lost_node_loses_only_the_requests_it_decoded(cluster, fault_result):
     cluster.nodes.join(1)

@@ -59,7 +59,11 @@ def test_routing_by_beginnings_computes_fewer_tokens(tmp_path):
     assert by_beginnings <= (1 - FEWER) * by_load
 
 
-@pytest.mark.fault("the load rises and falls, and replicas scale from 1 to 3 and back to 1", "no request fails")
+@pytest.mark.fault(
+    "the load rises and falls, and replicas scale from 1 to 3 and back to 1",
+    "no request fails",
+    process="replica: started and ended by Ray Serve",
+)
 def test_autoscaling_fails_no_request(tmp_path, fault_result):
     with starting(tmp_path, replicas=1, **{"serving.max_replicas": 3, "engine.slots": 4}) as up:
         with Traffic(up, 1, max_tokens=64) as steady:

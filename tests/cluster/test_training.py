@@ -42,6 +42,7 @@ def wait_for_continuation(cluster: Cluster, node: Node, before: set[int]) -> Non
 @pytest.mark.fault(
     "a node with one of several training workers is lost",
     "training continues from the checkpoint on the remaining node, and no request fails",
+    process="node: SIGKILL of all its processes",
 )
 @pytest.mark.parametrize("with_the_actor", [True, False])
 def test_training_continues_after_the_loss_of_a_node(cluster, fault_result, with_the_actor):

@@ -113,6 +113,7 @@ def test_generated_requests_are_answered_or_refused(service, eventually):
 @pytest.mark.fault(
     "10,000 generated requests, from valid to nonsense, and broken HTTP",
     "each gets an answer in OpenAI's format, no 5xx except 503 and 504, and all slots are free afterwards",
+    process="replica, proxy: hostile requests",
 )
 def test_ten_thousand_generated_requests_are_answered(service, eventually, fault_result):
     seen = flood(service, 10_000)

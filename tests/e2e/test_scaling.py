@@ -13,7 +13,11 @@ from tests.e2e.conftest import REPLICAS
 
 
 @pytest.mark.soak
-@pytest.mark.fault("a service with fewer replicas is deployed under load", "no answer is cut off")
+@pytest.mark.fault(
+    "a service with fewer replicas is deployed under load",
+    "no answer is cut off",
+    process="replica: ended by Ray Serve",
+)
 def test_replaced_replicas_finish_their_answers(service, fault_result, eventually):
     clients = []
 

@@ -144,7 +144,11 @@ def running(service):
     return service.metric("osd_running_requests") + service.metric("osd_waiting_requests")
 
 
-@pytest.mark.fault("more requests arrive than the queue holds", "429 with Retry-After, and the service recovers")
+@pytest.mark.fault(
+    "more requests arrive than the queue holds",
+    "429 with Retry-After, and the service recovers",
+    process="replica: more requests than it holds",
+)
 def test_full_queue_is_429_and_recovers(service, eventually):
     body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 6, "stream": True}
     refused, lines = None, []

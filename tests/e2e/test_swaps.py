@@ -116,7 +116,11 @@ def test_only_stored_requests_reach_the_stream(service, eventually):
         assert client.xlen(stream) == length + 3
 
 
-@pytest.mark.fault("Redis stops and returns", "serving continues; lost traces are counted; capture resumes")
+@pytest.mark.fault(
+    "Redis stops and returns",
+    "serving continues; lost traces are counted; capture resumes",
+    process="redis-server: SIGTERM, then a new process",
+)
 def test_serving_continues_and_capture_resumes_after_redis(service, eventually):
     version = service.versions()[0]
     dropped = service.metric("osd_traces_dropped_total")

@@ -99,6 +99,7 @@ STAGES = (
 @pytest.mark.fault(
     "a client leaves at any stage of a request, with FIN, with RST or silently",
     "its slots are freed: at once after FIN or RST, otherwise when its answer has ended",
+    process="replica, proxy: clients that close, reset or drop connections",
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_disconnected_client_frees_its_slot_and_place(service, fault_result, stage):
@@ -118,6 +119,7 @@ def test_disconnected_client_frees_its_slot_and_place(service, fault_result, sta
 @pytest.mark.fault(
     "clients do not read their streams",
     "their slots are freed when their answers have ended; other clients are served",
+    process="replica, proxy: 16 connections that are not read",
 )
 def test_stalled_reader_delays_no_other_client(service, fault_result):
     service.wait_until_free()

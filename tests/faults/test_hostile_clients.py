@@ -226,6 +226,7 @@ def service(tmp_path, reader):
     "domains, do not read, reset, and hold 1,000 idle connections",
     "no process is replaced, /health answers 200, no process grows by over 2 %, all traces of other clients are "
     "captured, and the 99th percentile of their latencies is at most 1.5 times as long",
+    process="replica, proxy: hostile clients",
 )
 def test_hostile_clients_do_not_harm_others(service, reader, tmp_path, fault_result):
     requests = tmp_path / "requests.json"

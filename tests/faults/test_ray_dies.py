@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.fault(
         "the raylet or the GCS of `osd up` is killed",
         "one line names it; all started processes end within 10 s; exit code 1",
+        process="raylet, GCS: SIGKILL",
     ),
 ]
 

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.fault(
         "the Redis that `osd up` started is killed",
         "a new one answers within 5 s at the same URL; lost traces are counted",
+        process="redis-server: SIGKILL",
     ),
 ]
 

@@ -24,6 +24,7 @@ IDLE_SHARE = 0.2
     "a replica is killed with requests in flight",
     "its streams end with an error event and [DONE], its other answers are 503; the other replica serves new "
     "requests; two replicas work again within 60 s",
+    process="replica: SIGKILL",
 )
 def test_requests_of_a_killed_replica_end_with_an_error(service, fault_result):
     service.wait_until_free()
@@ -42,6 +43,7 @@ def test_requests_of_a_killed_replica_end_with_an_error(service, fault_result):
     "a replica's process gets SIGTERM with requests in flight",
     "its running answers end complete; new requests are served, but a page in progress at its end gets 503 "
     "with Retry-After; two replicas work again within 60 s",
+    process="replica: SIGTERM",
 )
 def test_requests_of_a_terminated_replica_are_completed(service, fault_result):
     service.wait_until_free()
@@ -76,6 +78,7 @@ def end_a_replica(service, signal_number: signal.Signals) -> tuple[int, float]:
 @pytest.mark.fault(
     "the proxy is killed with requests in flight",
     "their decoding stops within 5 s and their slots are freed; a new proxy answers within 20 s",
+    process="proxy: SIGKILL",
 )
 def test_requests_of_a_killed_proxy_are_cancelled(service, eventually, fault_result):
     service.wait_until_free()

@@ -173,6 +173,7 @@ def wait_for_takeover(remaining: SharingTrainer, domains: set[str], since: float
 @pytest.mark.fault(
     "one of two trainers with twenty domains is killed",
     "both never train the same domain, and every domain has a trainer again within 10 s",
+    process="trainer: SIGKILL",
 )
 def test_domains_of_a_killed_trainer_move_at_once(pair, fault_result):
     domains = domains_of_second(pair)
@@ -190,6 +191,7 @@ def test_domains_of_a_killed_trainer_move_at_once(pair, fault_result):
 @pytest.mark.fault(
     "one of two trainers with twenty domains hangs with its leases, and resumes after it was replaced",
     "its domains have a trainer again within 10 s, and it releases them when it resumes",
+    process="trainer: SIGSTOP, later SIGCONT",
 )
 def test_domains_of_a_hanging_trainer_move(pair, fault_result):
     domains = domains_of_second(pair)

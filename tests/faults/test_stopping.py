@@ -49,6 +49,7 @@ def try_request(service, method: str, path: str) -> httpx2.Response | None:
     "`osd up` gets a stop signal under load",
     "running answers end complete, new requests and /health get 503 with Retry-After; exit code 130; no "
     "process remains",
+    process="osd up: SIGTERM",
 )
 def test_stop_completes_running_answers_and_refuses_new(tmp_path, fault_result):
     with starting(tmp_path, **{"serving.drain_s": 200}) as service:
@@ -78,6 +79,7 @@ def test_stop_completes_running_answers_and_refuses_new(tmp_path, fault_result):
 @pytest.mark.fault(
     "answers take longer than `serving.drain_s` after a stop signal to `osd up`",
     "streams end with an error event and [DONE], other answers with 503; all processes end within 20 s more",
+    process="osd up: SIGTERM",
 )
 def test_answers_longer_than_the_drain_end_with_an_error(tmp_path, fault_result):
     with starting(tmp_path, **{"serving.drain_s": 0.5}) as service:
@@ -94,6 +96,7 @@ def test_answers_longer_than_the_drain_end_with_an_error(tmp_path, fault_result)
 @pytest.mark.fault(
     "a replica hangs, or has just died, when `osd up` gets a stop signal",
     "all processes end within 20 s more than `serving.drain_s`",
+    process="replica, osd up: SIGSTOP or SIGKILL of a replica, SIGTERM of osd up",
 )
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
 def test_stop_does_not_wait_for_a_hanging_replica(tmp_path, fault_result, signal_number):
@@ -109,7 +112,9 @@ def test_stop_does_not_wait_for_a_hanging_replica(tmp_path, fault_result, signal
         fault_result.errors = f"{broken} of {len(clients)} connections broke, the others got an error"
 
 
-@pytest.mark.fault("a second signal arrives while requests drain", "every process ends at once")
+@pytest.mark.fault(
+    "a second signal arrives while requests drain", "every process ends at once", process="osd up: two times SIGTERM"
+)
 def test_second_signal_ends_all_processes_at_once(tmp_path, fault_result):
     with starting(tmp_path) as service:
         clients = service.in_flight(streams=8, answers=0)

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.conftest import REPLICAS, running, shake
 
 CLIENTS, REQUESTS, SWAP_SECONDS = 64, 1000, 10
-WARM_REQUESTS = 400
+WARM_REQUESTS = 1000
 GROWTH = 1.02
 
 pytestmark = [

@@ -39,6 +39,7 @@ LOCKS = {".general.lock", ".general.trainer"}
 @pytest.mark.fault(
     "the trainer is killed before each kind of write: version, pointer, canary, checkpoint, report, history, events",
     "no partial file exists, a canary continues or is withdrawn, no record and no reported second is lost",
+    process="trainer: SIGKILL",
 )
 def test_killed_trainer_leaves_no_partial_write(redis_url, tmp_path, fault_result):
     killer = Killer("tests.faults.dying_trainer")
@@ -159,6 +160,7 @@ def stopped(parent: int) -> psutil.Process:
 @pytest.mark.fault(
     "a trainer hangs while it writes, another trainer takes over, and the first resumes",
     "the first ends with a log line, and changes no version, pointer, checkpoint, report or event",
+    process="trainer: SIGSTOP, later SIGCONT",
 )
 @pytest.mark.parametrize(
     ("operation", "file"),

@@ -108,7 +108,11 @@ def test_failed_start_leaves_nothing_running(tmp_path, setting, reason):
     assert not (tmp_path / "running.json").exists()
 
 
-@pytest.mark.fault("a start fails late", "the processes that were already started end, and one line gives the reason")
+@pytest.mark.fault(
+    "a start fails late",
+    "the processes that were already started end, and one line gives the reason",
+    process="osd up: settings that fail after the start of Redis and Ray",
+)
 def test_late_start_failure_ends_all_processes(tiny_target, tmp_path):
     too_many = ["--set", "drafter.kind=language_model", "--set", "drafter.layers=99"]
     # The pointer is read before the drafter is made. A pipe in its place blocks the start until Ray runs.

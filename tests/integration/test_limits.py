@@ -49,6 +49,7 @@ def test_token_counts_survive_changed_limits(replicas):
 @pytest.mark.fault(
     "Redis dies while keys have limits",
     "each replica enforces the limits alone, and all replicas together after it returns",
+    process="redis-server: SIGTERM, then a new process",
 )
 def test_replica_without_redis_counts_alone_and_warns_once(
     redis_server, redis_url, replicas, caplog, eventually, fault_result

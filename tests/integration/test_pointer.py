@@ -220,7 +220,11 @@ def test_pointer_refuses_an_invalid_domain_name(pointer: Pointer):
         pointer.get("a b")
 
 
-@pytest.mark.fault("Redis is down while a version is promoted or pinned", "the pointer on disk is read and moved")
+@pytest.mark.fault(
+    "Redis is down while a version is promoted or pinned",
+    "the pointer on disk is read and moved",
+    process="redis-server: SIGTERM",
+)
 def test_pointer_without_redis_reads_and_moves_the_disk(redis_server: RedisServer, pointer: Pointer):
     put(pointer, "general", STABLE)
     redis_server.close()

@@ -161,6 +161,7 @@ def test_restarted_trainer_takes_domains_again(ray_cluster, settings, redis_url,
 @pytest.mark.fault(
     "one of several training workers is killed",
     "training continues from the checkpoint, and unacknowledged records are read again",
+    process="training worker: SIGKILL",
 )
 def test_workers_continue_after_one_is_killed(ray_cluster, settings, redis_url, redis_client, send, eventually):
     def ranks():

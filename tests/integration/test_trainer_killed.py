@@ -50,6 +50,7 @@ def check_whole(url, home, registry):
 @pytest.mark.fault(
     "the trainer is killed at any moment of a write",
     "no version and no acknowledged record is lost, and no partial result remains",
+    process="trainer: SIGKILL at a line of code",
 )
 @pytest.mark.parametrize("points", [4, pytest.param(16, marks=pytest.mark.soak)])
 def test_trainer_killed_while_writing_loses_nothing(redis_url, redis_client, tmp_path, points):
