@@ -232,6 +232,7 @@ def test_hostile_clients_do_not_harm_others(service, reader, tmp_path, fault_res
     requests = tmp_path / "requests.json"
     write_generated_requests(requests)
     fill(service)
+    started = {process.pid for kind in PROCESSES for process in service.workers(kind)}
     normal, watch, attackers = NormalClients(service.url), Watch(service, reader), Attackers(service, requests)
     with background(attackers.attack, lambda: None):
         rate = LOAD * normal.measure_capacity()
@@ -273,7 +274,7 @@ def test_hostile_clients_do_not_harm_others(service, reader, tmp_path, fault_res
         f"none in {MINUTES:g} minutes with {attackers.statuses.total()} attacks; p99 {slowdown:.2f} times as long"
     )
 
-    assert after.keys() == before.keys()
+    assert started == before.keys() == after.keys()
     assert watch.health.keys() == {200}
     assert {answer.status for answer in normal.answers} == {200}
     assert not [status for status in attackers.statuses if status.endswith((" 500", " 501", " 502"))]
