@@ -33,7 +33,7 @@ CLOSE = 0.03
 """Largest difference to our engine's acceptance rate."""
 FOLLOWING = (
     *("--worker-extension-cls", "osd.vllm.worker.Osd"),
-    *("--middleware", "osd.vllm.middleware.Osd"),
+    *("--middleware", "osd.vllm.middleware.OsdMiddleware"),
 )
 """Arguments with which vLLM follows the registry in OSD_VLLM_REGISTRY."""
 

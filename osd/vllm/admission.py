@@ -16,7 +16,7 @@ from osd.capture.budget import RecordSampler
 from osd.capture.trace import rounded_bytes
 from osd.config import DOMAIN
 from osd.vllm.consent import CHOICES, DOMAIN_NAME, PLACE, RESPONSE, STORE
-from osd.vllm.steps import Admission, shared
+from osd.vllm.steps import CapturedRequest, shared
 
 _FIRST_TOKENS = 128  # assumed length of an answer before lengths are known
 _FIXED_BYTES = 32  # of a token, without log-probabilities and states
@@ -96,7 +96,7 @@ class Admissions:
         """Count new tokens of captured requests, for the mean length of an answer."""
         self._tokens += tokens
 
-    def admit(self, request: Any) -> Admission | None:
+    def admit(self, request: Any) -> CapturedRequest | None:
         """Return the admission of a request of vLLM's scheduler (``NewRequestData``), or None without capture."""
         parameters = request.sampling_params
         extra: dict[str, Any] = getattr(parameters, "extra_args", None) or {}
@@ -116,7 +116,7 @@ class Admissions:
         self.admitted += 1
         if domain not in self.domains and len(self.domains) < _DOMAINS:
             self.domains = (*self.domains, domain)
-        return Admission(
+        return CapturedRequest(
             request_id=request_id,
             key=request.req_id,
             prompt_ids=shared(np.array(prompt, np.int32)),

@@ -23,7 +23,7 @@ from osd.capture.trace import Trace
 from osd.capture.writer import TraceWriter
 from osd.config import ConfigError, Settings, load_settings
 from osd.vllm.assembler_process import BAD_SETTINGS, Assignment
-from osd.vllm.assembly import Assembly
+from osd.vllm.assembly import TraceAssembly
 from osd.vllm.ring import Frame, Ring, RingError, remove
 from osd.vllm.settings import REDIS_URL
 from osd.vllm.steps import StepError, decode
@@ -56,7 +56,7 @@ class Assembler:
         self._ring, self._parent = Ring.attach(assignment.ring), assignment.parent
         self._writer = TraceWriter(redis_url, capture, assignment.member)
         self._max_queue = capture.max_queue
-        self._assembly = Assembly(assignment.origin, capture.segment, self._ring.count, self._is_purged)
+        self._assembly = TraceAssembly(assignment.origin, capture.segment, self._ring.count, self._is_purged)
         self._lock = threading.Lock()  # of the assembly and the fields below
         self._purged: dict[str, int] = {}  # purged requests, and the number of dropped open requests of each
         self._offered = 0

@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from osd.vllm.assembly import Origin
+from osd.vllm.assembly import TraceOrigin
 from osd.vllm.ring import Ring
 from osd.vllm.steps import StepRecord, encode
 
@@ -42,7 +42,7 @@ class Assignment(msgspec.Struct, frozen=True):
     ring: str
     parent: int
     member: str
-    origin: Origin
+    origin: TraceOrigin
 
 
 class AssemblerProcess:
@@ -51,7 +51,7 @@ class AssemblerProcess:
     No method waits for the process. A record that finds the ring full is dropped and counted.
     """
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: TraceOrigin) -> None:
         """Create the ring and start the process.
 
         Raises:

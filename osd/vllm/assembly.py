@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
-from osd.vllm.steps import Admission, StepRecord
+from osd.vllm.steps import CapturedRequest, StepRecord
 
 OPEN_REQUESTS = 4096
 """Limit on the requests whose traces are being built."""
@@ -24,7 +24,7 @@ SILENT_SECONDS = 60.0
 """Time without rows after which a request ends; vLLM reports an end only with its next step."""
 
 
-class Origin(msgspec.Struct, frozen=True):
+class TraceOrigin(msgspec.Struct, frozen=True):
     """Common fields of the traces of a worker.
 
     Attributes:
@@ -38,7 +38,7 @@ class Origin(msgspec.Struct, frozen=True):
     source: str
 
 
-class Assembly:
+class TraceAssembly:
     """Builder of the traces of all captured requests, for use by one thread.
 
     A request ends early at a gap in its positions, when its trace would exceed the limits, or after a minute without
@@ -48,7 +48,7 @@ class Assembly:
 
     def __init__(
         self,
-        origin: Origin,
+        origin: TraceOrigin,
         segment: int,
         count: Callable[[str], object],
         is_purged: Callable[[str], bool] = lambda request_id: False,
@@ -146,7 +146,7 @@ class Assembly:
                 self._forms[name] = form
         return traces
 
-    def _begin(self, admission: Admission, version: int, now: float) -> list[Trace]:
+    def _begin(self, admission: CapturedRequest, version: int, now: float) -> list[Trace]:
         traces = self._end(admission.key)
         if self._is_purged(admission.request_id):
             self._count("purged")
@@ -221,8 +221,8 @@ class _Request:
         nbytes: bytes of all arrays.
     """
 
-    admission: Admission
-    origin: Origin
+    admission: CapturedRequest
+    origin: TraceOrigin
     segment: int
     version: int
     touched: float

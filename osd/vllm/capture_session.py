@@ -24,7 +24,7 @@ from osd.target.identity import identify
 from osd.vllm import signatures
 from osd.vllm.admission import Admissions, RecordSizes
 from osd.vllm.assembler_process import AssemblerProcess
-from osd.vllm.assembly import Origin
+from osd.vllm.assembly import TraceOrigin
 from osd.vllm.exported import ExportedDrafter
 from osd.vllm.recorder import Recorder
 from osd.vllm.runner_v1 import SynchronousHooks
@@ -66,7 +66,7 @@ class CaptureSession:
         capture, reports = settings.capture, _Reports(settings)
         sizes = RecordSizes(capture.top_k, _width(export), capture.states == "int8")
         admissions = Admissions(export.domain, sizes, reports.worth.states_weight, reports.rate)
-        self._assembler = AssemblerProcess(Origin(export.target, export.domain, "eagle"))
+        self._assembler = AssemblerProcess(TraceOrigin(export.target, export.domain, "eagle"))
         self.recorder = Recorder(admissions, sizes.k, sizes.int8, export.version, self._assembler.put)
         self._counted = Counter[str]()
         reports.start(admissions)

@@ -22,11 +22,12 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 _Part = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Osd:
+class OsdMiddleware:
     """ASGI middleware that forwards all requests unchanged.
 
     During the lifespan of the server it keeps the draft model at the version of the rollout pointer. With
-    ``OSD_VLLM_CAPTURE=1`` it starts the capture in the workers, and tells them which requests may be captured.
+    ``OSD_VLLM_CAPTURE=1`` it starts the capture in the workers, and tells them which requests may be captured. A wrong
+    setting is logged in one sentence, and the server runs without the parts that need it.
     """
 
     def __init__(self, app: Application) -> None:
@@ -42,16 +43,7 @@ class Osd:
         await self._app(scope, receive, send)
 
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
-        engine = scope["app"].state.engine_client
-        try:
-            settings = VllmSettings.from_environment()
-            parts = [Follower(engine, settings).follow]
-            if settings.capture:
-                parts += await self._start_capture(engine, settings)
-        except SettingsError as error:
-            await receive()
-            # This message stops the server. After an exception, the server would continue without updates.
-            return await send({"type": "lifespan.startup.failed", "message": str(error)})
+        parts = await self._start(scope["app"].state.engine_client)
         tasks = [asyncio.ensure_future(part()) for part in parts]
         try:
             await self._app(scope, receive, send)
@@ -61,19 +53,31 @@ class Osd:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    async def _start_capture(self, engine: Any, settings: VllmSettings) -> list[_Part]:
-        """Start to capture, and return the parts that run with it; log the reason if it does not start.
+    async def _start(self, engine: Any) -> list[_Part]:
+        """Return the parts that run with the server; log the reason if one does not start."""
+        try:
+            settings = VllmSettings.from_environment()
+            parts: list[_Part] = [Follower(engine, settings).follow]
+        except SettingsError as error:
+            log.error("drafter versions are not updated and nothing is captured: %s", error)
+            return []
+        return parts + await self._start_capture(engine, settings) if settings.capture else parts
 
-        Raises:
-            SettingsError: a setting or a package is missing.
-        """
+    async def _start_capture(self, engine: Any, settings: VllmSettings) -> list[_Part]:
+        """Start to capture, and return the parts that run with it; log the reason if it does not start."""
         try:  # following the pointer needs none of them
             from osd.config import ConfigError, load_settings
             from osd.vllm.capture_control import CaptureControl
             from osd.vllm.reporting import Reporting
         except ImportError as error:
-            raise SettingsError(f"{CAPTURE} needs the packages of osd[vllm]: {error}") from None
-        control, reporting = CaptureControl(engine), Reporting(engine, settings)
+            log.error("capture is off: %s needs the packages of osd[vllm]: %s", CAPTURE, error)
+            return []
+        control = CaptureControl(engine)
+        try:
+            reporting = Reporting(engine, settings)
+        except SettingsError as error:
+            log.error("capture is off: %s", error)
+            return []
         try:
             default = load_settings().serving.capture_default
             carry(engine)

@@ -22,7 +22,7 @@ from osd.capture.trace import GROUP
 from osd.runtime.device import to_device
 from osd.runtime.top import Top, most_probable
 from osd.vllm.admission import Admissions
-from osd.vllm.steps import Admission, StepRecord, shared
+from osd.vllm.steps import CapturedRequest, StepRecord, shared
 
 log = logging.getLogger("vllm.osd")
 
@@ -80,7 +80,7 @@ def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class CapturePlan:
     """Places of the captured requests in a decoding step, known before it ends.
 
     n is the number of captured requests with rows in the step.
@@ -100,7 +100,7 @@ class StepPlan:
     """
 
     version: int
-    begun: list[Admission]
+    begun: list[CapturedRequest]
     ended: list[str]
     keys: list[str]
     places: Indices
@@ -248,7 +248,7 @@ class Recorder:
         """Begin without requests."""
         self._drafted_by = self.version
         self._known: dict[str, bool | None] = {}  # by key: whether states are captured; None without capture
-        self._begun: list[Admission] = []
+        self._begun: list[CapturedRequest] = []
         self._ended: list[str] = []
         self._lock = threading.Lock()
 
@@ -271,7 +271,7 @@ class Recorder:
         read: Iterable[int],
         drafts: Iterable[int] | None,
         acceptable: dict[str, int] | None = None,
-    ) -> StepPlan | None:
+    ) -> CapturePlan | None:
         """Return the plan of a step, or None if nothing is captured in it.
 
         Args:
@@ -298,7 +298,7 @@ class Recorder:
         if acceptable:
             limits = np.array([acceptable.get(key, _UNLIMITED) for key in chosen_keys], np.int64)
             testable = np.minimum(drafted, limits)
-        return StepPlan(
+        return CapturePlan(
             version=version,
             begun=begun,
             ended=ended,
@@ -312,13 +312,13 @@ class Recorder:
             state_rows=spans(before(all_read)[places][has_states], taken[has_states]),
         )
 
-    def finish(self, plan: StepPlan, result: StepResult) -> None:
+    def finish(self, plan: CapturePlan, result: StepResult) -> None:
         """Write the record of a step."""
         self._write(plan.record(result))
         self.admissions.note(len(result.tokens))
         self.guard.succeeded()
 
-    def states(self, layers: Sequence[Tensor] | None, plan: StepPlan) -> list[Tensor]:
+    def states(self, layers: Sequence[Tensor] | None, plan: CapturePlan) -> list[Tensor]:
         """Return the states of a plan and their scales as new tensors on their device; empty without states."""
         if not layers or not len(plan.state_rows):
             return []
@@ -330,7 +330,7 @@ class Recorder:
         if not self._ended:
             return
         none = np.zeros(0, np.int64)
-        plan = StepPlan(self.version, [], self._ended, [], none, none, none, none, none.astype(np.bool_), none, none)
+        plan = CapturePlan(self.version, [], self._ended, [], none, none, none, none, none.astype(np.bool_), none, none)
         self._ended = []
         ids, half = np.zeros((0, self.k), np.int32), np.zeros(0, np.float16)
         result = StepResult(none, none, none, none, ids, ids.astype(np.float16), half, None, None)

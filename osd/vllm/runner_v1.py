@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from osd.runtime.device import Arriving, to_device
-from osd.vllm.recorder import Recorder, StepPlan, StepResult, before, spans, top_of
+from osd.vllm.recorder import CapturePlan, Recorder, StepResult, before, spans, top_of
 
 
 class _Step(NamedTuple):
     """Step between the forward of the target and the end of sampling."""
 
-    plan: StepPlan
+    plan: CapturePlan
     starts: np.ndarray
     copies: Arriving
 

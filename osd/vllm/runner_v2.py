@@ -9,13 +9,13 @@ from torch import Tensor
 
 from osd.runtime.device import Arriving, to_device
 from osd.runtime.top import Top
-from osd.vllm.recorder import Recorder, StepPlan, StepResult, spans, top_of
+from osd.vllm.recorder import CapturePlan, Recorder, StepResult, spans, top_of
 
 
 class PendingStep:
     """Results of a step on their way to the host; vLLM calls both methods (``PendingAuxOutput``)."""
 
-    def __init__(self, recorder: Recorder, plan: StepPlan, tensors: list[Tensor]) -> None:
+    def __init__(self, recorder: Recorder, plan: CapturePlan, tensors: list[Tensor]) -> None:
         """Keep the ``tensors`` of a step, which are on their device."""
         self._recorder, self._plan = recorder, plan
         self._tensors = tensors  # the copies run on another stream than the one that allocated the tensors
@@ -61,7 +61,7 @@ class AsynchronousHooks:
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
         self._sample, self._compute_logits = runner.sample, runner.model.compute_logits
         self._layers: list[Tensor] | None = None
-        self._plan: StepPlan | None = None
+        self._plan: CapturePlan | None = None
         self._top: Top | None = None
         self._sampled: Tensor | None = None
         self._is_sampling = False

@@ -22,7 +22,7 @@ class StepError(ValueError):
     """Bytes that are not the record of a step, or a record with arrays that do not fit each other."""
 
 
-class Admission(msgspec.Struct, frozen=True, array_like=True):
+class CapturedRequest(msgspec.Struct, frozen=True, array_like=True):
     """Request whose capture begins.
 
     Attributes:
@@ -78,7 +78,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """
 
     version: int
-    begun: list[Admission]
+    begun: list[CapturedRequest]
     ended: list[str]
     keys: list[str]
     starts: Array
@@ -105,7 +105,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     """Part of a step record without the bytes of its arrays."""
 
     version: int
-    begun: list[Admission]
+    begun: list[CapturedRequest]
     ended: list[str]
     keys: list[str]
     arrays: list[_Shape | None]
@@ -225,7 +225,7 @@ def _check_states(record: StepRecord, rows: int) -> None:
         _expect(record, {"states_scale": ("float16", (rows, -(-states.shape[1] // GROUP)))})
 
 
-def _check_admission(admission: Admission) -> None:
+def _check_admission(admission: CapturedRequest) -> None:
     try:
         prompt = admission.prompt_ids.numpy()
     except TraceError as error:

@@ -25,14 +25,14 @@ from osd.capture.trace import FIELD, decode
 from osd.config import load_settings
 from osd.vllm.assembler import Assembler
 from osd.vllm.assembler_process import AssemblerProcess, Assignment
-from osd.vllm.assembly import Origin
+from osd.vllm.assembly import TraceOrigin
 from osd.vllm.ring import Ring
 from osd.vllm.steps import encode
 from tests.redis_servers import TcpProxy
 from tests.unit.vllm.step_records import admission, step_record
 from tests.waiting import background, wait_until
 
-ORIGIN = Origin("tiny@abc", "code", "eagle")
+ORIGIN = TraceOrigin("tiny@abc", "code", "eagle")
 STREAM = stream_of("osd:traces", "general")
 
 
@@ -170,10 +170,10 @@ WORKER = """
 import os, time
 os.setpriority = lambda *arguments: None
 from osd.vllm.assembler_process import AssemblerProcess
-from osd.vllm.assembly import Origin
+from osd.vllm.assembly import TraceOrigin
 from tests.redis_servers import TcpProxy
 from tests.unit.vllm.step_records import admission, step_record
-assembler = AssemblerProcess(Origin("tiny@abc", "code", "eagle"))
+assembler = AssemblerProcess(TraceOrigin("tiny@abc", "code", "eagle"))
 assembler.put(step_record([("a", 0, 5, [7], [-1], 0)], begun=[admission("a")]))
 while not assembler.counters()["requests"]:
     time.sleep(0.01)

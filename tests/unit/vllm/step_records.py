@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from osd.capture.trace import Array
-from osd.vllm.steps import Admission, StepRecord
+from osd.vllm.steps import CapturedRequest, StepRecord
 
 K, WIDTH = 4, 96
 
 
-def admission(key: str = "a", prompt: int = 5, **fields) -> Admission:
+def admission(key: str = "a", prompt: int = 5, **fields) -> CapturedRequest:
     values = {
         "request_id": f"response-{key}",
         "key": key,
@@ -26,7 +26,7 @@ def admission(key: str = "a", prompt: int = 5, **fields) -> Admission:
         "weight": 1.0,
         "states_weight": 1.0,
     }
-    return Admission(**{**values, **fields})
+    return CapturedRequest(**{**values, **fields})
 
 
 def step_record(rows=(), version: int = 1, begun=(), ended=(), seed: int = 0, **fields) -> StepRecord:

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from osd.vllm.assembler_process import BAD_SETTINGS, AssemblerProcess, Assignment
-from osd.vllm.assembly import Origin
+from osd.vllm.assembly import TraceOrigin
 from osd.vllm.ring import Ring
 from tests.unit.vllm.step_records import step_record
 from tests.waiting import wait_until
 
-ORIGIN = Origin("tiny@abc", "code", "eagle")
+ORIGIN = TraceOrigin("tiny@abc", "code", "eagle")
 
 
 def run(ring, **environment):
@@ -79,8 +79,8 @@ def test_program_that_cannot_be_started_is_tried_again(monkeypatch, caplog):
 def test_worker_that_exits_deletes_its_ring():
     code = (
         "from osd.vllm.assembler_process import AssemblerProcess\n"
-        "from osd.vllm.assembly import Origin\n"
-        "AssemblerProcess(Origin('tiny', 'code', 'eagle'))"
+        "from osd.vllm.assembly import TraceOrigin\n"
+        "AssemblerProcess(TraceOrigin('tiny', 'code', 'eagle'))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "leaked" not in ended.stderr

@@ -14,14 +14,14 @@ from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, decode, en
 from osd.engine.request import Request, SamplingParams
 from osd.engine.trace_builder import TraceBuilder
 from osd.runtime.top import Top
-from osd.vllm.assembly import SILENT_SECONDS, Assembly, Origin
+from osd.vllm.assembly import SILENT_SECONDS, TraceAssembly, TraceOrigin
 from osd.vllm.steps import decode as decode_step
 from osd.vllm.steps import encode as encode_step
 from tests.traces import small_trace
 from tests.unit.vllm.step_records import WIDTH, K, admission, step_record
 
 SEGMENT, STOP = 16, 2
-ORIGIN = Origin("tiny@abc", "code", "eagle")
+ORIGIN = TraceOrigin("tiny@abc", "code", "eagle")
 
 
 @dataclass
@@ -179,7 +179,7 @@ def test_traces_equal_those_of_the_engine(seed, int8):
     waiting = [Answer(chance, f"key-{n}", states_weight=float(n % 3)) for n in range(12)]
     running, finished, ended = [], [], []
     version, traces, counts = 0, [], Counter()
-    assembly = Assembly(ORIGIN, SEGMENT, lambda name: counts.update([name]))
+    assembly = TraceAssembly(ORIGIN, SEGMENT, lambda name: counts.update([name]))
     while waiting or running:
         version += chance.random() < 0.1
         begun = [waiting.pop() for _ in range(min(int(chance.integers(0, 3)), len(waiting)))]
@@ -218,7 +218,7 @@ def counts():
 
 @pytest.fixture
 def assembly(counts):
-    return Assembly(ORIGIN, SEGMENT, lambda name: counts.update([name]))
+    return TraceAssembly(ORIGIN, SEGMENT, lambda name: counts.update([name]))
 
 
 PROMPT = ("a", 0, 5, [7], [-1], 0)
@@ -369,7 +369,7 @@ def test_request_with_a_known_key_ends_the_earlier_one(assembly):
 
 
 def test_requests_above_the_limit_are_counted(counts):
-    assembly = Assembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), max_requests=2)
+    assembly = TraceAssembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), max_requests=2)
     for key in "abc":
         begin(assembly, key)
     assert counts == {"requests": 2, "limited": 1}
@@ -379,14 +379,14 @@ def test_requests_above_the_limit_are_counted(counts):
 
 
 def test_request_above_the_limit_of_bytes_ends(counts):
-    assembly = Assembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), max_bytes=5000)
+    assembly = TraceAssembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), max_bytes=5000)
     traces = [trace for key in "abcdefgh" for trace in begin(assembly, key)]
     assert (len(traces), counts["limited"]) == (4, 4), "each request takes about 1,020 bytes"
     assert len(assembly.end_all()) == 4
 
 
 def test_ended_requests_take_no_bytes(counts):
-    assembly = Assembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), max_bytes=20_000)
+    assembly = TraceAssembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), max_bytes=20_000)
     for _ in range(20):
         begin(assembly)
         for n in range(1, 2 * SEGMENT):
@@ -409,7 +409,7 @@ def test_open_request_does_not_keep_the_bytes_of_a_step(assembly):
 
 def test_purged_request_leaves_no_trace(counts):
     purged = set()
-    assembly = Assembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), purged.__contains__)
+    assembly = TraceAssembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), purged.__contains__)
     begin(assembly, "a")
     begin(assembly, "b")
     purged |= {"response-a", "response-c"}

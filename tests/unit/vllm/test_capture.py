@@ -15,7 +15,7 @@ from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.formats import ExportOrigin, write
 from osd.target.model import load_model
 from osd.vllm import capture_session, signatures
-from osd.vllm.assembly import Origin
+from osd.vllm.assembly import TraceOrigin
 from osd.vllm.draft_weights import DraftWeights
 from osd.vllm.steps import StepRecord
 from osd.vllm.worker import Osd
@@ -25,7 +25,7 @@ from tests.unit.vllm.steps import request, scheduled
 class Assembler:
     """Fake of the assembler process, which keeps the records."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: TraceOrigin) -> None:
         self.origin, self.records = origin, list[StepRecord]()
         self.values = dict.fromkeys(("written", "restarts", "purged", *capture_session.LOSSES.values()), 0)
 

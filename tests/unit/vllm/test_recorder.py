@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from osd.capture.trace import Array
-from osd.vllm.recorder import MAX_ERRORS, StepPlan, StepResult, rounded, spans, top_of
+from osd.vllm.recorder import MAX_ERRORS, CapturePlan, StepResult, rounded, spans, top_of
 from osd.vllm.steps import decode, encode
 from tests.unit.learning.toys import make_trace
 from tests.unit.vllm.steps import K, recorder, request, scheduled
@@ -16,7 +16,7 @@ from tests.unit.vllm.steps import K, recorder, request, scheduled
 NONE = np.zeros(0, np.int64)
 
 
-def finish(made, plan: StepPlan, tokens: int = 1) -> None:
+def finish(made, plan: CapturePlan, tokens: int = 1) -> None:
     """Finish a step in which each captured request reads one token and gets one, without states."""
     count = len(plan.keys)
     ids = np.zeros((len(plan.logit_rows), K), np.int32)
