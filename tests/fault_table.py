@@ -103,19 +103,24 @@ def _searching(kinds: set[str]) -> Iterator[set[str]]:
     stop = threading.Event()
 
     def search() -> None:
-        while kinds and not stop.wait(_EVERY_SECONDS):
-            for child in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    command = " ".join(child.cmdline())
-                    kinds.difference_update([kind for kind in kinds if re.search(PROCESSES[kind], command)])
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = " ".join(child.cmdline())
+                kinds.difference_update([kind for kind in kinds if re.search(PROCESSES[kind], command)])
 
-    thread = threading.Thread(target=search, daemon=True)
+    def search_on() -> None:
+        while kinds and not stop.wait(_EVERY_SECONDS):
+            search()
+
+    search()  # a short test ends before the thread looks
+    thread = threading.Thread(target=search_on, daemon=True)
     thread.start()
     try:
         yield kinds
     finally:
         stop.set()
         thread.join()
+        search()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -43,6 +43,30 @@ def test_row_without_its_process_fails(pytester):
     result.stdout.fnmatch_lines(["*no process of this kind ran during the test: proxy"])
 
 
+def test_short_test_sees_a_process_that_runs_already(pytester):
+    pytester.makepyfile("""
+        import subprocess
+        import sys
+
+        import pytest
+
+
+        @pytest.fixture
+        def child():
+            command = [sys.executable, "-c", "import time; time.sleep(60)", "ray::ServeReplica"]
+            with subprocess.Popen(command) as process:
+                yield process
+                process.kill()
+
+
+        @pytest.mark.fault("a fault", "a promise", process="replica: SIGKILL")
+        def test_fault(child):
+            child.kill()
+            child.wait()
+    """)
+    pytester.runpytest("-p", "tests.fault_table").assert_outcomes(passed=1)
+
+
 @pytest.mark.parametrize("process", ["", ', process="thread: killed"'])
 def test_mark_without_a_known_process_is_refused(pytester, process):
     result = run(pytester, process)
