@@ -142,7 +142,9 @@ def _await_replicas(running: Future[Any]) -> Any:
     """
     while not running.done():
         if _REFUSED in (line := _failure()):
-            raise RuntimeError(line)
+            _delete_application()
+            wait([running], _STATUS_SECONDS)  # it calls Ray once a second, which Ray reports after its own end
+            raise RuntimeError(_ERROR.sub("", line))
         wait([running], _STATE_SECONDS)
     return running.result()
 

@@ -132,10 +132,17 @@ def test_start_failure_of_serve_is_raised_at_once():
 
 
 def test_refused_target_ends_the_start_at_once(monkeypatch):
+    running = Future()
+
     class Starting(CallingAtOnce):
         def begin(self, function, *arguments):
-            return Future()
+            return running
 
+    def delete():
+        application.deployments.clear()
+        running.set_exception(RuntimeError("application doesn't exist"))
+
+    monkeypatch.setattr(local_serve, "_delete_application", delete)
     error = "osd.target.files.TargetError: target.source: no layers"
     state = SimpleNamespace(message=f"A replica failed to start. Retrying 2 more times.\n{error}\n")
     application = SimpleNamespace(deployments={"osd": state})
