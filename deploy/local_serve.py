@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -18,20 +18,16 @@ from ray.util import list_named_actors
 from deploy.assembly import RayDied
 from deploy.local_ray import LocalRay, last_line
 from osd.config import Settings
-from osd.target.files import TargetError
 
 logger = logging.getLogger(__name__)
 
 _ERROR = re.compile(r"[\w.]+Error: ")
 """Beginning of the last line of a traceback."""
 
-_REFUSED = f"{TargetError.__name__}: "
-"""Part of that line when a replica refuses the target, which every further attempt would refuse too."""
-
 _PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
 _STATUS_SECONDS = 30.0
 _LATE_SECONDS, _HANGING_SECONDS = 2.0, 4.0
-_LOOK_SECONDS, _STATE_SECONDS = 0.1, 0.5
+_LOOK_SECONDS = 0.1
 _NAMESPACE = "serve"  # Ray's namespace for Serve's actors
 
 
@@ -78,10 +74,9 @@ class LocalServe:
         application = serving.app.build(self._settings, redis_url)
         run = partial(serve.run, application, name="osd", route_prefix="/")
         try:
-            running = self._ray.begin(run)
-            self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, _await_replicas, running)
+            self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
         except RuntimeError as error:
-            reason = _ERROR.sub("", self._ray.call("read the replicas' errors", _STATUS_SECONDS, _failure))
+            reason = self._ray.call("read the replicas' errors", _STATUS_SECONDS, _failure)
             raise (RuntimeError(reason) if reason else error) from error
         self._ray.wait("start the proxy", self._started, _PROXY_SECONDS)
 
@@ -131,22 +126,7 @@ def _failure() -> str:
     applications = serve.status().applications.values()
     messages = [part.message for application in applications for part in application.deployments.values()]
     lines = [line.strip() for message in messages for line in message.splitlines() if _ERROR.match(line.strip())]
-    return lines[-1] if lines else ""
-
-
-def _await_replicas(running: Future[Any]) -> Any:
-    """Return the result of the start of the replicas.
-
-    Raises:
-        RuntimeError: Serve gave up, or a replica refuses the target, which Serve would try again.
-    """
-    while not running.done():
-        if _REFUSED in (line := _failure()):
-            _delete_application()
-            wait([running], _STATUS_SECONDS)  # it calls Ray once a second, which Ray reports after its own end
-            raise RuntimeError(_ERROR.sub("", line))
-        wait([running], _STATE_SECONDS)
-    return running.result()
+    return _ERROR.sub("", lines[-1]) if lines else ""
 
 
 def _await_controller(started: Future[None]) -> None:

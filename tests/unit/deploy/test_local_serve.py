@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
@@ -129,24 +128,3 @@ def test_end_waits_less_for_a_hanging_replica(running, results_of_replicas, seco
 def test_start_failure_of_serve_is_raised_at_once():
     with pytest.raises(RuntimeError, match="no room for a proxy"):
         LocalServe(FailingToStart(), Settings()).start()
-
-
-def test_refused_target_ends_the_start_at_once(monkeypatch):
-    running = Future()
-
-    class Starting(CallingAtOnce):
-        def begin(self, function, *arguments):
-            return running
-
-    def delete():
-        application.deployments.clear()
-        running.set_exception(RuntimeError("application doesn't exist"))
-
-    monkeypatch.setattr(local_serve, "_delete_application", delete)
-    error = "osd.target.files.TargetError: target.source: no layers"
-    state = SimpleNamespace(message=f"A replica failed to start. Retrying 2 more times.\n{error}\n")
-    application = SimpleNamespace(deployments={"osd": state})
-    monkeypatch.setattr("serving.app.build", lambda settings, redis_url: None)
-    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"osd": application}))
-    with pytest.raises(RuntimeError, match=r"^target\.source: no layers$"):
-        LocalServe(Starting(), Settings()).start_replicas("redis://127.0.0.1:1")
