@@ -97,7 +97,7 @@ def check_learning(settings: Settings, capture: bool = False) -> None:
         capture: whether a vLLM captures its drafts and verdicts; a tap captures answers only.
 
     Raises:
-        ConfigError: no drafter is trained, or it learns from what the captured answers do not have.
+        ConfigError: no drafter is trained, or it needs data that the captured answers lack.
     """
     if not settings.trains or not settings.capture.enabled:
         raise ConfigError("osd learn trains a drafter: drafter.kind, trainer.enabled and capture.enabled must allow it")

@@ -201,7 +201,7 @@ def _versions(span: Span) -> list[str]:
 
 
 def _traced(span: Span) -> list[str]:
-    """Return a line for each domain and drafter version of which a vLLM writes traces."""
+    """Return a line for each domain and drafter version in the traces of a vLLM."""
     labels = ("domain", "version", "position")
     accepted = span.now.by("osd_traced_accepted_tokens_total", *labels)
     lines: dict[tuple[str, ...], list[tuple[int, float, float]]] = {}

@@ -69,7 +69,7 @@ class Reporting:
     def _report(self) -> None:
         report = self._read()
         self._loads.report_upstream(self._name, report)
-        # Like that of a tap: requests in vLLM's queue count as running, because a busy vLLM always has some.
+        # As in a tap's report: requests in vLLM's queue count as running, because a busy vLLM always has some.
         load = ReplicaLoad(report.running + report.waiting, 0, report.version, 0.0)
         self._loads.report(self._name, load)
 

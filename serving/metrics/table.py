@@ -243,7 +243,7 @@ SERVICE: tuple[Metric[ServiceState], ...] = (
     Metric("osd_speedup", "speedup",
            "Measured speed-up of drafting at equal load in the last busy hour, and the bounds of its 95 % interval.",
            ("bound",), kind="gauge", read=_speedup),
-    Metric("osd_traced_requests", "traced_requests", "Requests of which a vLLM sent traces, by drafter version.",
+    Metric("osd_traced_requests", "traced_requests", "Requests with traces from a vLLM, by drafter version.",
            ("domain", "version"), lambda service: {
                (row["domain"], row["version"]): row["requests"] for row in service.totals.traced}),
     _traced("traced_tested_tokens", lambda row: row["tested"],

@@ -106,7 +106,7 @@ def test_server_behind_a_tap_is_shown_like_a_replica(world, browser, eventually)
     page.close()
 
 
-def test_traced_requests_have_acceptance_by_domain_version_and_position(world, browser):
+def test_traced_requests_show_acceptance_by_version_and_position(world, browser):
     page = browser.new_page()
     page.goto(f"{world.url}#traffic")
     row = page.locator('#traced tr[data-key="sql 2"]')

@@ -162,7 +162,7 @@ def test_lease_stays_when_the_clock_is_set_forward(trainers, clock, eventually, 
 
 
 @of_trainers
-def test_lease_of_a_hanging_trainer_expires_after_a_backward_jump(trainers, clock, eventually, fault_result):
+def test_lease_of_a_hanging_trainer_expires_after_a_jump_back(trainers, clock, eventually, fault_result):
     first = trainers.start()
     trainers.put(Rollout(1, None, 0.0, clock.now()))
     eventually(lambda: trainers.rollout().fence == 1)

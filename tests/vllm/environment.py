@@ -1,4 +1,4 @@
-"""Environment of vLLM for its tests: that of the benchmarks, and the packages that capture needs."""
+"""Environment of vLLM for its tests: the environment of the benchmarks, and the packages that capture needs."""
 
 from __future__ import annotations
 

@@ -170,7 +170,8 @@ def test_swap_begins_a_segment_with_the_new_version(captured):
 
 
 def test_metrics_count_captured_and_skipped_requests(captured):
-    requests = len(captured.traffic.answers) - 1 + 3  # without that of store, with two chats and the abandoned one
+    # Without the request whose store is false, and with two chats and the abandoned request.
+    requests = len(captured.traffic.answers) - 1 + 3
     scrape = captured.server.scrape
     wait_until(lambda: scrape().sum("osd_capture_requests_total") == requests, seconds=60)
     assert scrape().sum("osd_capture_skipped_total", reason="store") == 1

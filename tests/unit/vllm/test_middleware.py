@@ -17,7 +17,7 @@ from osd.vllm.middleware import OsdMiddleware
 
 
 class Engine:
-    """Fake of vLLM's client of its engine, with two workers of which the first captures."""
+    """Fake of vLLM's client of its engine, with two workers; the first captures."""
 
     def __init__(self, folder: Path, answers: list[str | None] | None = None) -> None:
         self.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(model=str(folder)))
@@ -103,7 +103,7 @@ def test_capture_starts_before_the_first_request(export):
     assert sample("osd_capturing") == 1
 
 
-def test_requests_without_store_follow_the_default_of_the_settings(export, monkeypatch):
+def test_requests_without_store_follow_the_default_setting(export, monkeypatch):
     monkeypatch.setenv("OSD_SERVING__CAPTURE_DEFAULT", "false")
     for body, store in ((b"{}", False), (b'{"store": true}', True)):
         engine = Engine(export)
