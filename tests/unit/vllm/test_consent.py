@@ -108,7 +108,7 @@ def test_fields_of_a_client_cannot_forge_consent():
     ("path", "request_id", "expected"),
     [
         ("/v1/completions", "cmpl-x-1-2", ("cmpl-x-1", 6)),
-        ("/root/v1/completions", "cmpl-x-0", ("cmpl-x", 0)),
+        ("/gateway/v1/completions", "cmpl-x-0", ("cmpl-x", 0)),
         ("/v1/responses", "resp_x_1", ("resp_x", 3)),
         ("/v1/chat/completions", "chatcmpl-x-1", ("chatcmpl-x-1", 0)),
         ("/v1/messages", "chatcmpl-x_1", ("chatcmpl-x_1", 0)),
