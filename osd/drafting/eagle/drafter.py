@@ -85,7 +85,8 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
 
     @staticmethod
     def usual_taps(layers: int) -> tuple[int, ...]:
-        return (layers // 6, layers // 2, layers - 2) if layers >= 3 else ()
+        last = max(layers - 2, 2)  # all three are different, because vLLM gives the states of a layer once
+        return (layers // 6, min(layers // 2, last - 1), last) if layers >= 3 else ()
 
     def adapt_vocabulary(self, counts: Tensor) -> None:
         """Make the most frequent tokens the draft vocabulary, by ``counts`` [target vocabulary].

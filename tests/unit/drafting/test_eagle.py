@@ -171,3 +171,9 @@ def test_report_adds_overhead_to_the_first_level(eagle: Eagle, monkeypatch: pyte
 def test_eagle_refuses_a_target_of_two_layers(tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="needs a target of at least 3 layers, this one has 2"):
         initial(EagleSettings(), make_tiny(tmp_path, layers=2), tmp_path)
+
+
+@pytest.mark.parametrize("layers", range(3, 40))
+def test_first_versions_of_eagle_tap_distinct_layers(layers: int) -> None:
+    first, middle, last = Eagle.usual_taps(layers)
+    assert 0 <= first < middle < last < layers

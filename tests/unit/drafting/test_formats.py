@@ -215,6 +215,13 @@ def test_speculators_config_has_the_fields_of_vllm(target, target_dir, tmp_path)
     assert config["transformer_layer_config"]["vocab_size"] == VOCABULARY
 
 
+@pytest.mark.parametrize("taps", [(0, 2, 2), (2, 0, 1)])
+def test_vllm_refuses_layers_that_are_equal_or_unordered(target, taps):
+    drafter = make_eagle(target, taps=taps)
+    with pytest.raises(FormatError, match=r"the states of each layer once, in ascending order"):
+        FORMATS["speculators"].in_vllm(drafter, 4)
+
+
 def test_vocabulary_change_keeps_imported_head_rows(target):
     drafter = make_eagle(target)
     before, head = drafter.draft_ids, drafter.head.weight.clone() + 1.0
