@@ -51,6 +51,10 @@ class Learning(Assembly):
         settings = self.settings
         check_learning(settings, self._capture)
         check_settings(settings)
+        from osd.tap.app import check_exposure
+
+        serving = settings.serving
+        check_exposure(settings, needs_key=serving.api_key is not None or serving.keys_file is not None)
         self._open()
         self._report("reading the target")
         from deploy.preparation import prepare

@@ -217,7 +217,8 @@ class ServingSettings(Section):
         "if a key is set or serving.host is not loopback",
     )
     insecure: bool = Field(
-        default=False, description="allow a host that is not loopback without a key and without allowed_hosts"
+        default=False,
+        description="allow a host that is not loopback without a key and without allowed_hosts; also for tap.host",
     )
     api_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         default=None, description="key required by all routes except /health; admin routes require admin_key"
@@ -277,7 +278,7 @@ class ServingSettings(Section):
 class TapSettings(Section):
     """Proxy of ``osd tap``, and capture of its traffic for ``osd learn``."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all addresses of the machine")
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all addresses")
     port: int = Field(default=8010, ge=1, le=65535, description="port to listen on")
     metrics_port: int = Field(default=8011, ge=1, le=65535, description="port of the tap's own /metrics, on tap.host")
     dashboard_port: int = Field(

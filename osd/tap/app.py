@@ -14,7 +14,7 @@ from prometheus_client import make_asgi_app
 from starlette.types import ASGIApp
 
 from osd.addresses import is_loopback, plain
-from osd.config import Settings, TapSettings
+from osd.config import ConfigError, Settings, TapSettings
 from osd.http_protocol import BoundedProtocol
 from osd.tap.agreement import ServedTarget
 from osd.tap.captures import Captures
@@ -46,8 +46,10 @@ class Tap:
         """Listen on the configured ports.
 
         Raises:
+            osd.config.ConfigError: the ports are open to other machines; see ``check_exposure``.
             ListenError: the tap cannot listen on tap.host with tap.port or tap.metrics_port.
         """
+        check_exposure(settings)
         self._upstream, self._ends = upstream, ExitStack()
         tap = settings.tap
         sockets = [self._ends.enter_context(listen(tap, name)) for name in ("port", "metrics_port")]
@@ -89,6 +91,22 @@ class Tap:
             await asyncio.gather(*(server.serve([listening]) for server, listening in self._servers))
         finally:
             await self._upstream.close()
+
+
+def check_exposure(settings: Settings, needs_key: bool = False) -> None:
+    """Refuse ports on ``tap.host`` that other machines can reach without a key; ``needs_key`` if they require one.
+
+    Raises:
+        osd.config.ConfigError: ``tap.host`` is not loopback, and neither ``tap.allowed_hosts`` nor ``serving.insecure``
+            is set.
+    """
+    tap = settings.tap
+    is_protected = needs_key or tap.allowed_hosts is not None or settings.serving.insecure
+    if not (is_protected or is_loopback(plain(tap.host))):
+        raise ConfigError(
+            f"tap.host {tap.host} is open to other machines without a key: set the names of this server in "
+            "tap.allowed_hosts, or serving.insecure=true"
+        )
 
 
 def allowed(tap: TapSettings) -> frozenset[str] | None:
