@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import numpy as np
 
@@ -31,3 +33,13 @@ def check_nesting(text: bytes | str) -> None:
     steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
     if steps.cumsum().max(initial=0) > MAX_DEPTH:
         raise NestingError(f"is nested more than {MAX_DEPTH} levels deep, which is the limit: flatten it")
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text from outside.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deep.
+    """
+    check_nesting(text)
+    return json.loads(text)

@@ -11,6 +11,7 @@ import httpx2
 
 from osd.config import Settings
 from osd.config.secrets import secret
+from osd.nesting import parse_json
 from osd.tap.upstream import Upstream
 from osd.target.load import load_gguf_tokenizer, load_tokenizer, resolve_tokenizer
 
@@ -87,7 +88,7 @@ def agree(upstream: Upstream, settings: Settings, model: str | None, same_tokeni
 def _cards(client: httpx2.Client, url: str) -> list[dict[str, Any]]:
     try:
         answer = client.get("/v1/models")
-        cards = answer.json()["data"] if answer.status_code == 200 else None
+        cards = parse_json(answer.content)["data"] if answer.status_code == 200 else None
     except httpx2.HTTPError as error:
         raise AgreementError(f"the upstream {url} does not answer: {error or type(error).__name__}") from None
     except (ValueError, KeyError, TypeError):
@@ -123,7 +124,7 @@ def _text_ids(client: httpx2.Client, model: str) -> list[int] | None:
 def _tokenize(client: httpx2.Client, body: dict[str, Any]) -> list[int] | None:
     try:
         answer = client.post("/tokenize", json=body)
-        ids = answer.json()["tokens"] if answer.status_code == 200 else None
+        ids = parse_json(answer.content)["tokens"] if answer.status_code == 200 else None
     except (httpx2.HTTPError, ValueError, KeyError, TypeError):
         return None
     return ids if isinstance(ids, list) and all(isinstance(token, int) for token in ids) else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import statistics
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import httpx2
 
 from osd.addresses import uses_proxies
+from osd.nesting import parse_json
 from osd.traffic.arrivals import Arrival, poisson
 from osd.traffic.prompt import Prompt
 
@@ -221,7 +221,7 @@ async def _ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, i
             if data == "[DONE]":
                 break
             try:
-                event = json.loads(data)
+                event = parse_json(data)
                 if "error" in event:
                     raise _Failed(f"stream: {event['error']['message']}")
                 if event.get("usage"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd.nesting import MAX_DEPTH, NestingError, check_nesting
+from osd.nesting import MAX_DEPTH, NestingError, check_nesting, parse_json
 
 
 def nested(depth: int, value: str = "1") -> str:
@@ -42,3 +42,10 @@ def test_brackets_in_strings_and_flat_lists_have_no_depth():
 def test_text_without_json_is_no_error_except_of_depth(text: bytes | str):
     with suppress(NestingError):
         check_nesting(text)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, nested(MAX_DEPTH + 1), "{", b"\xff"])
+def test_parser_refuses_deep_and_invalid_texts_alike(text: bytes | str):
+    assert parse_json(nested(MAX_DEPTH)) == json.loads(nested(MAX_DEPTH))
+    with pytest.raises(ValueError):
+        parse_json(text)

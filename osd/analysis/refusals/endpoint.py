@@ -12,6 +12,7 @@ import httpx2
 
 from osd.addresses import uses_proxies
 from osd.analysis.refusals import RefusalsError
+from osd.nesting import parse_json
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _SHOWN = 200  # characters of an error message
@@ -113,7 +114,7 @@ class Endpoint:
 
     def _completion(self, response: httpx2.Response) -> dict[str, Any]:
         try:
-            completion = response.json()
+            completion = parse_json(response.content)
             if isinstance(completion["choices"][0]["message"]["content"], str | None):
                 return completion
         except (ValueError, LookupError, TypeError):
@@ -131,6 +132,6 @@ def text_of(completion: Mapping[str, Any]) -> str | None:
 
 def _reason(response: httpx2.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])[:_SHOWN]
+        return str(parse_json(response.content)["error"]["message"])[:_SHOWN]
     except (ValueError, LookupError, TypeError):
         return json.dumps(response.text[:_SHOWN])

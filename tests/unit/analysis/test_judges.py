@@ -185,6 +185,8 @@ def test_temporary_failures_are_retried():
         ((500, b"oh"), '3 attempts failed, the last with HTTP 500: "oh"', 3),
         ((401, b'{"error": {"message": "Wrong key."}}'), "does not answer: HTTP 401: Wrong key.", 1),
         ((200, b"<html>"), "an answer is not in OpenAI's format", 1),
+        ((200, b"[" * 100_000), "an answer is not in OpenAI's format", 1),
+        ((400, b"[" * 100_000), 'HTTP 400: "[[[', 1),
         ((200, b'{"choices": []}'), "an answer is not in OpenAI's format", 1),
         ((200, completion(7)), "an answer is not in OpenAI's format", 1),
     ],
