@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Self
 
 import filelock
+from redis.exceptions import RedisError
 
 from osd import files
-from osd.capture.server import RedisSetupError, RedisSupervisor, open_redis
+from osd.capture.server import RedisSetupError, RedisSupervisor, open_redis, public_url
 from osd.config import ConfigError, Settings
 from osd.running import lock
 from osd.sealed import discard_secrets
@@ -44,15 +45,19 @@ class Assembly(ABC):
         Must be called on the main thread, because the Redis server ends with the thread that started it.
 
         Raises:
-            StartError: the home directory is in use, or a part does not start.
+            StartError: the home directory is in use, a part does not start, or Redis stops answering.
             TargetError: the target cannot be loaded.
             RedisSetupError: Redis is not available.
             ConfigError: settings contradict each other, or do not fit the target.
         """
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
             self.stop()
+            if isinstance(error, RedisError):
+                address, reason = public_url(self.redis_url), " ".join(str(error).split())
+                message = f"Redis at {address} fails during the start ({reason}): check its load, and start again"
+                raise StartError(message) from error
             raise
 
     def __enter__(self) -> Self:

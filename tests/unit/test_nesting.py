@@ -44,8 +44,11 @@ def test_text_without_json_is_no_error_except_of_depth(text: bytes | str):
         check_nesting(text)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, nested(MAX_DEPTH + 1), "{", b"\xff"])
-def test_parser_refuses_deep_and_invalid_texts_alike(text: bytes | str):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("[" * 100_000, "100 levels"), (nested(MAX_DEPTH + 1), "100 levels"), ("{", "Expecting"), (b"\xff", "decode")],
+)
+def test_parser_refuses_deep_and_invalid_texts(text: bytes | str, problem: str):
     assert parse_json(nested(MAX_DEPTH)) == json.loads(nested(MAX_DEPTH))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=problem):
         parse_json(text)

@@ -81,8 +81,8 @@ class Speculators(Format):
     def in_vllm(self, drafter: Eagle, depth: int) -> dict[str, Any]:
         if (taps := drafter.shape.taps) != tuple(sorted(set(taps))):
             raise FormatError(
-                f"vLLM cannot load this drafter: it reads the target's layers {taps}, and vLLM gives the states of each "
-                "layer once, in ascending order; train a drafter whose layers are in this order"
+                f"vLLM cannot load this drafter: it reads the target's layers {taps}, and vLLM gives the states of "
+                "each layer once, in ascending order; train a drafter whose layers are in this order"
             )
         return {"method": "eagle3", "num_speculative_tokens": depth}
 

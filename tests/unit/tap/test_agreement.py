@@ -39,6 +39,8 @@ class Nesting(BaseHTTPRequestHandler):
 )
 def test_deeply_nested_answers_end_in_one_sentence(models: bytes, problem: str, tiny_target: Path) -> None:
     settings = Settings(target={"source": str(tiny_target)})
-    with answering(type("Handler", (Nesting,), {"models": models})) as server:
-        with pytest.raises(AgreementError, match=problem):
-            agree(Upstream(f"http://127.0.0.1:{server.server_port}"), settings, None, False)
+    with (
+        answering(type("Handler", (Nesting,), {"models": models})) as server,
+        pytest.raises(AgreementError, match=problem),
+    ):
+        agree(Upstream(f"http://127.0.0.1:{server.server_port}"), settings, None, False)
