@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from osd.engine.counters import OLDER_VERSIONS, OTHER_DOMAINS
 from osd.metrics import Name
@@ -14,19 +15,33 @@ from serving.metrics.table import REMEMBERED
 HISTORY_SECONDS = 3600
 MAX_BINS = 240
 
+_GAUGES = tuple(key for key, row in REMEMBERED.items() if row.kind == "gauge")
 _VERSIONS = 16  # largest number of separate versions in one second
 _NAMES = 8192
 _AHEAD_SECONDS = 5.0
 _MARK_SECONDS = 10.0
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Second:
-    """Counts of all replicas in one second, and the gauges of each replica at its end."""
+    """Counts and gauges of all replicas together in one second, in arrays to save memory.
+
+    Attributes:
+        time: the second, since the epoch.
+        names: names of the counts.
+        values: counts by the order of ``names``.
+        gauges: gauges with a history, by their order in the table of metrics.
+    """
 
     time: int
-    counts: Counter[Name] = field(default_factory=Counter)
-    gauges: dict[str, dict[str, float]] = field(default_factory=dict)
+    names: tuple[Name, ...]
+    values: array[float]
+    gauges: array[float]
+
+    @property
+    def counts(self) -> dict[Name, float]:
+        """Counts by name."""
+        return dict(zip(self.names, self.values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -52,24 +67,29 @@ class MetricsHistory:
     """Last hour of the metrics with a history; late reports count in the newest second."""
 
     def __init__(self) -> None:
-        self._seconds: deque[Second] = deque(maxlen=HISTORY_SECONDS)
+        self._complete: deque[Second] = deque(maxlen=HISTORY_SECONDS - 1)
+        self._newest: _NewestSecond | None = None
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
         self._names: dict[Name, Name] = {}  # one object per name, shared by all seconds to save memory
 
     @property
     def seconds(self) -> Iterator[Second]:
-        """Seconds with a report, oldest first."""
-        return iter(self._seconds)
+        """Seconds with a report, newest first."""
+        if self._newest is not None:
+            yield self._newest.merged()
+        yield from reversed(self._complete)
 
     def add(self, time: float, replica: str, counted: Mapping[Name, float], gauges: Mapping[Name, float]) -> None:
         """Add the increments ``counted`` and the current gauges of a replica at ``time``."""
-        if not self._seconds or self._seconds[-1].time < int(time):
-            self._seconds.append(Second(int(time)))
-        second = self._seconds[-1]
-        second.gauges[replica] = {
+        newest = self._newest
+        if newest is None or newest.time < int(time):
+            if newest is not None:
+                self._complete.append(newest.merged())
+            newest = self._newest = _NewestSecond(int(time))
+        newest.gauges[replica] = {
             key: value for key, value in gauges.items() if isinstance(key, str) and key in REMEMBERED
         }
-        versions = {name[1:3] for name in second.counts if is_versioned(name)}
+        versions = {name[1:3] for name in newest.counts if is_versioned(name)}
         for name, value in counted.items():
             if value <= 0 or (name[0] if isinstance(name, tuple) else name) not in REMEMBERED:
                 continue
@@ -79,7 +99,7 @@ class MetricsHistory:
                 else:
                     versions.add(name[1:3])
             shared = self._names.setdefault(name, name)
-            second.counts[shared] += value  # pyright: ignore[reportArgumentType] # a counter of floats
+            newest.counts[shared] += value  # pyright: ignore[reportArgumentType] # a counter of floats
         if len(self._names) > _NAMES:
             self._names = {}
 
@@ -97,11 +117,12 @@ class MetricsHistory:
         Returns:
             Seconds of the shift, 0 without a shift.
         """
-        ahead = self._seconds[-1].time - int(time) if self._seconds else 0
-        if ahead <= _AHEAD_SECONDS:
+        ahead = self._newest.time - int(time) if self._newest else 0
+        if self._newest is None or ahead <= _AHEAD_SECONDS:
             return 0
-        for second in self._seconds:
-            second.time -= ahead
+        self._newest.time -= ahead
+        past = [replace(second, time=second.time - ahead) for second in self._complete]
+        self._complete = deque(past, self._complete.maxlen)
         self._swaps = deque(((at - ahead, version) for at, version in self._swaps), self._swaps.maxlen)
         return ahead
 
@@ -116,10 +137,10 @@ class MetricsHistory:
         width = max(1, -(-seconds // MAX_BINS))
         end = int(now) // width * width
         start = end - seconds // width * width
-        first = self._seconds[0].time if self._seconds else end
+        first = self._complete[0].time if self._complete else self._newest.time if self._newest else end
         begin = max(start, first // width * width, start if since is None else since + width)
         merged = {edge: _Bin() for edge in range(begin // width * width, end, width)}
-        for second in reversed(self._seconds):
+        for second in self.seconds:
             if second.time < begin:
                 break
             if (bin := merged.get(second.time // width * width)) is not None:
@@ -128,32 +149,41 @@ class MetricsHistory:
         return Bins(
             width,
             list(merged),
-            {
-                key: [bin.gauges[key] for bin in merged.values()]
-                for key, row in REMEMBERED.items()
-                if row.kind == "gauge"
-            },
+            {key: [bin.gauges[place] for bin in merged.values()] for place, key in enumerate(_GAUGES)},
             {_label(name): [round(bin.counts[name], 5) for bin in merged.values()] for name in names},
             [mark for mark in self._swaps if mark[0] >= start],
         )
 
 
 @dataclass
+class _NewestSecond:
+    """Counts of all replicas in the newest second, and the last gauges of each replica."""
+
+    time: int
+    counts: Counter[Name] = field(default_factory=Counter)
+    gauges: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def merged(self) -> Second:
+        """Return the second with the gauges of all replicas together."""
+        gauges = array("d")
+        for key in _GAUGES:
+            value = sum(values.get(key, 0) for values in self.gauges.values())
+            gauges.append(value / len(self.gauges) if REMEMBERED[key].merge == "mean" else value)
+        return Second(self.time, tuple(self.counts), array("d", self.counts.values()), gauges)
+
+
+@dataclass
 class _Bin:
     counts: Counter[Name] = field(default_factory=Counter)
-    gauges: Counter[str] = field(default_factory=Counter)
+    gauges: list[float] = field(default_factory=lambda: [0.0] * len(_GAUGES))
     _seconds: int = 0
 
     def add(self, second: Second) -> None:
         """Add a second: its counts are summed, and its gauges enter the mean."""
         self.counts.update(second.counts)
         self._seconds += 1
-        for key, row in REMEMBERED.items():
-            if row.kind == "gauge":
-                value = sum(gauges.get(key, 0) for gauges in second.gauges.values())
-                if row.merge == "mean":
-                    value /= len(second.gauges)
-                self.gauges[key] += (value - self.gauges[key]) / self._seconds  # pyright: ignore[reportArgumentType]
+        for place, value in enumerate(second.gauges):
+            self.gauges[place] += (value - self.gauges[place]) / self._seconds
 
 
 def _label(name: Name) -> str:
