@@ -33,9 +33,52 @@ logger = logging.getLogger(__name__)
 _TELL_SECONDS = 60.0
 
 
-def up(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Serve, learn and swap on this machine until Ctrl-C."""
-    settings = settings_of(config, overrides)
+_SETTINGS_OF_OPTIONS = {
+    "MODEL": "target.source",
+    "--host": "serving.host",
+    "--port": "serving.port",
+    "--max-model-len": "engine.context",
+    "--max-num-seqs": "engine.slots",
+    "--dtype": "target.dtype",
+    "--tensor-parallel-size": "target.tensor_parallel",
+    "--served-model-name": "serving.model_name",
+    "--api-key-file": "serving.api_key_file",
+}
+"""Settings that ``osd up`` also takes by the names of vLLM's options."""
+
+
+def _option(name: str) -> Any:
+    return typer.Option(name, help=f"{_SETTINGS_OF_OPTIONS[name]}.", metavar="VALUE")
+
+
+def up(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id, directory or .gguf file of the target: target.source.")
+    ] = None,
+    host: Annotated[str | None, _option("--host")] = None,
+    port: Annotated[str | None, _option("--port")] = None,
+    max_model_len: Annotated[str | None, _option("--max-model-len")] = None,
+    max_num_seqs: Annotated[str | None, _option("--max-num-seqs")] = None,
+    dtype: Annotated[str | None, _option("--dtype")] = None,
+    tensor_parallel_size: Annotated[str | None, _option("--tensor-parallel-size")] = None,
+    served_model_name: Annotated[str | None, _option("--served-model-name")] = None,
+    api_key_file: Annotated[str | None, _option("--api-key-file")] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Serve, learn and swap on this machine until Ctrl-C.
+
+    MODEL and the options that vLLM has too are short forms of settings.
+    """
+    values = (
+        model, host, port, max_model_len, max_num_seqs, dtype, tensor_parallel_size, served_model_name, api_key_file,
+    )  # fmt: skip
+    options = {
+        option: (key, value)
+        for (option, key), value in zip(_SETTINGS_OF_OPTIONS.items(), values, strict=True)
+        if value is not None
+    }
+    settings = settings_of(config, overrides, options)
     with _start_errors():
         console = _console(settings, "up")
         from deploy.embedded import Embedded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, NoReturn
 
 import typer
@@ -47,12 +49,20 @@ def broken(reason: object) -> NoReturn:
     end_at_once(BROKEN)
 
 
-def settings_of(config: Path | None, overrides: list[str] | None) -> Settings:
-    """Read the settings, or exit with a line that describes the error."""
+def settings_of(
+    config: Path | None, overrides: list[str] | None, options: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> Settings:
+    """Read the settings, or exit with a line that describes the error.
+
+    Args:
+        config: file of ``--config``.
+        overrides: values of ``--set``.
+        options: keys and values of settings that have an option of their own, by option.
+    """
     for override in overrides or ():
         _check_public(*override.partition("=")[::2])
     try:
-        return load_settings(config, overrides or ())
+        return load_settings(config, overrides or (), options=options)
     except ConfigError as error:
         fail(error)
 

@@ -1,6 +1,7 @@
 """Reading of settings from all sources.
 
-Later sources override earlier ones: defaults, YAML file, environment (``OSD_...``), ``--set`` on the command line.
+Later sources override earlier ones: defaults, YAML file, environment (``OSD_...``), options of the command such as
+``--port``, ``--set``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 import yaml
@@ -33,7 +35,10 @@ _SERVICE_LINK = re.compile(
 
 
 def load_settings(
-    file: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    options: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> Settings:
     """Read the settings of this process from all sources.
 
@@ -41,11 +46,13 @@ def load_settings(
         file: the YAML file, if any.
         overrides: values of ``--set``, as ``key=value``.
         environ: the environment.
+        options: keys and values of settings that have an option of their own, by option; ``overrides`` precede them.
 
     Raises:
         ConfigError: a source or a secret file cannot be read, or a key or value is invalid.
     """
-    entries = (*_from_file(file), *_from_environment(environ), *_from_overrides(overrides, "--set"))
+    named = ((tuple(key.split(".")), _scalar(value), option) for option, (key, value) in options.items())
+    entries = (*_from_file(file), *_from_environment(environ), *named, *_from_overrides(overrides, "--set"))
     return with_redis_address(with_keys(_read(Settings, entries)))
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from osd.cli.app import app
-from osd.config import TRAINED_SETTINGS
+from osd.config import TRAINED_SETTINGS, ConfigError
 from osd.drafting.eagle.drafter import Eagle
 from osd.registry.versions import Registry
 from osd.running import announce, find, lock
@@ -50,6 +50,40 @@ def test_unknown_setting_prints_one_line_and_exits_2(command, tmp_path):
     file = tmp_path / "osd.yaml"
     file.write_text("serving: {port: 0}\n")
     assert "serving.port" in refusal(run_cli(*command, "--config", str(file)))
+
+
+@pytest.mark.parametrize(
+    ("option", "setting"),
+    [
+        ("--port", "serving.port"),
+        ("--max-model-len", "engine.context"),
+        ("--max-num-seqs", "engine.slots"),
+        ("--dtype", "target.dtype"),
+        ("--tensor-parallel-size", "target.tensor_parallel"),
+    ],
+)
+def test_up_names_the_option_of_an_invalid_value(option, setting):
+    assert f"{setting} ({option})" in refusal(run_cli("up", option, "0"))
+
+
+def test_up_takes_settings_by_the_names_of_vllm(monkeypatch, tmp_path):
+    started = []
+
+    def refuse(settings, report):
+        started.append(settings)
+        raise ConfigError("not now")
+
+    monkeypatch.setattr("deploy.embedded.Embedded", refuse)
+    key = tmp_path / "key"
+    key.write_text("a-key-of-sixteen-letters\n")
+    names = ["--host", "127.0.0.2", "--port", "8001", "--served-model-name", "mine", "--api-key-file", str(key)]
+    sizes = ["--max-model-len", "4096", "--max-num-seqs", "8", "--dtype", "float32", "--tensor-parallel-size", "2"]
+    assert "not now" in refusal(run_cli("up", "an/id", *names, *sizes, "--set", "serving.port=8002"))
+    (settings,) = started
+    serving, engine, target = settings.serving, settings.engine, settings.target
+    assert (serving.host, serving.port, serving.model_name, serving.api_key_file) == ("127.0.0.2", 8002, "mine", key)
+    assert (engine.context, engine.slots) == (4096, 8)
+    assert (target.source, target.dtype, target.tensor_parallel) == ("an/id", "float32", 2)
 
 
 def test_replay_refuses_an_invalid_source(tmp_path):
