@@ -116,11 +116,12 @@ async def _send(
 
 
 def _learn(service: Embedded, end: float, report: Callable[[str], None]) -> None:
-    """Let the trainer run until ``end``, or until it has no more work."""
+    """Let the trainer run until ``end``, or until it has read records and has no more work."""
     waiting = 0
     while (remaining := end - time.monotonic()) > 0 and waiting < _WAITING:
         status = service.ask_trainer("status")
         report(f"learning: {status['steps']} steps, {status['published']} versions, {remaining:.0f} s left")
-        waiting = waiting + 1 if status["state"] == "waiting" else 0
+        started = status["records"] + status["refused"] > 0
+        waiting = waiting + 1 if started and status["state"] == "waiting" else 0
         time.sleep(min(1.0, remaining))
     service.ask_trainer("pause")

@@ -142,8 +142,11 @@ def test_loaded_prompts_exclude_held_out_prompts(tmp_path):
     assert [prompt.turns for prompt in load_prompts(str(file))] == [("hi",)]
 
 
+STARTING_POLLS = 20
+
+
 class Service:
-    """Replacement of the service that warms up; its trainer reports ``states``, then that it waits."""
+    """Replacement of the service that warms up; its trainer starts, reports ``states``, then that it waits."""
 
     def __init__(self, settings, states, versions, recalled):
         self.settings, self.states, self.versions, self.recalled = settings, states, versions, recalled
@@ -151,8 +154,9 @@ class Service:
 
     def ask_trainer(self, method):
         self.methods.append(method)
-        state = self.states.pop(0) if self.states else "waiting"
-        return {"steps": 1, "published": 0, "state": state}
+        starts = len(self.methods) <= STARTING_POLLS
+        state = "waiting" if starts or not self.states else self.states.pop(0)
+        return {"steps": 1, "published": 0, "records": 0 if starts else 4, "refused": 0, "state": state}
 
     def stable(self):
         return self.versions
@@ -205,6 +209,7 @@ def test_warm_up_stores_the_drafter_and_the_table(scene, tmp_path):
     assert store.recall(RecallSettings(), tmp_path / "domain")
     assert (tmp_path / "domain" / SNAPSHOT).read_bytes() == b"table"
     assert not store.recall(RecallSettings(), tmp_path / "domain"), "the folder has a table already"
+    assert seen.service.states == [], "a trainer that starts is not one without work"
     assert seen.service.methods[-1] == "pause"
     assert 45 < seen.seconds <= 50, "half of two minutes, minus the time to stop"
     assert tokenizer().decode(seen.opening) == "<|user|>"
