@@ -89,7 +89,8 @@ def up(
                 "the service answers at %s", service.url, extra={"event": "started", "fields": {"url": service.url}}
             )
             console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
-            console.print(f"Metrics     {service.url}/metrics\nCtrl-C stops everything.")
+            console.print(f"Metrics     {service.url}/metrics")
+            console.print(f"Learning    {learned_traffic(settings)}\nCtrl-C stops everything.", soft_wrap=True)
             _tell(console, f"started: {service.about()}")
             with _warm_start(service) as news:
                 _follow(service, console, news)
@@ -233,6 +234,20 @@ COMMANDS = tuple(
     }.items()
 )
 """Table of the commands, read by ``osd`` from the entry point."""
+
+
+def learned_traffic(settings: Settings) -> str:
+    """Return a line about the requests that a service learns from, and about clients that share the result."""
+    serving = settings.serving
+    if not settings.capture.enabled or not (settings.recalls or settings.trains):
+        return "from no request"
+    consent = 'that do not set "store": false' if serving.capture_default else 'that set "store": true'
+    by_clients = ""
+    if serving.keys_file is not None:
+        by_clients = "; drafts of a tenant learn from its own requests, and keys without a tenant share theirs"
+        if settings.recalls and not settings.recall.shared:
+            by_clients += ", except recall's"
+    return f"from requests {consent}{by_clients}"
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from deploy.cli.commands import learned_traffic
 from osd.cli.app import app
-from osd.config import TRAINED_SETTINGS, ConfigError
+from osd.config import TRAINED_SETTINGS, ConfigError, Settings
 from osd.drafting.eagle.drafter import Eagle
 from osd.registry.versions import Registry
 from osd.running import announce, find, lock
@@ -84,6 +85,29 @@ def test_up_takes_settings_by_the_names_of_vllm(monkeypatch, tmp_path):
     assert (serving.host, serving.port, serving.model_name, serving.api_key_file) == ("127.0.0.2", 8002, "mine", key)
     assert (engine.context, engine.slots) == (4096, 8)
     assert (target.source, target.dtype, target.tensor_parallel) == ("an/id", "float32", 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, 'from requests that do not set "store": false'),
+        ({"serving": {"capture_default": False}}, 'from requests that set "store": true'),
+        ({"capture": {"enabled": False}}, "from no request"),
+        ({"drafter": {"kind": "none"}}, "from no request"),
+        (
+            {"serving": {"keys_file": "keys.yaml"}},
+            'from requests that do not set "store": false; drafts of a tenant learn from its own requests, and keys '
+            "without a tenant share theirs",
+        ),
+        (
+            {"serving": {"keys_file": "keys.yaml"}, "drafter": {"kind": "recall", "recall": {"shared": False}}},
+            'from requests that do not set "store": false; drafts of a tenant learn from its own requests, and keys '
+            "without a tenant share theirs, except recall's",
+        ),
+    ],
+)
+def test_up_says_which_requests_it_learns_from(settings, line):
+    assert learned_traffic(Settings.model_validate(settings)) == line
 
 
 def test_replay_refuses_an_invalid_source(tmp_path):
