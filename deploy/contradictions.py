@@ -21,7 +21,8 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ConfigError: a package for ``trainer.tracking``, ``trainer.workers`` or ``serving.otlp_endpoint`` is missing,
             the domain is a tenant's, a key of ``serving.keys_file`` is invalid, ``log.file`` cannot be written,
-            ``trainer.warm_start`` has nothing to learn or no key, or ``registry.url`` cannot be used.
+            ``trainer.warm_start`` has nothing to learn or no key, ``registry.url`` cannot be used, or vLLM does not fit
+            as the engine; see ``deploy.vllm.checks``.
     """
     if settings.serving.keys_file is not None:
         keys_file.load(settings.serving.keys_file)
@@ -33,6 +34,10 @@ def check_settings(settings: Settings) -> None:
             f"domain {settings.domain} is a tenant's: the domain of a service is for requests without a tenant"
         )
     _check_warm_start(settings)
+    if settings.engine.kind == "vllm":
+        from deploy.vllm.checks import check_vllm
+
+        check_vllm(settings)
     try:
         storage_of(settings).check()
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from deploy.assembly import Assembly
 from deploy.contradictions import check_settings
+from deploy.one_drafter import check_traces, for_one_drafter
 from osd.config import ConfigError, Settings
 from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
@@ -32,11 +33,7 @@ class Learning(Assembly):
     def __init__(
         self, settings: Settings, report: Callable[[str], None] = lambda step: None, capture: bool = False
     ) -> None:
-        if capture:
-            # A vLLM has one drafter, so it learns from the requests of all domains.
-            trainer = settings.trainer.model_copy(update={"domains": "all"})
-            settings = settings.model_copy(update={"trainer": trainer})
-        super().__init__(settings, report)
+        super().__init__(for_one_drafter(settings) if capture else settings, report)
         self._capture = capture
         self.teacher: Any = None
         self.trainer: Any = None
@@ -107,18 +104,7 @@ def check_learning(settings: Settings, capture: bool = False) -> None:
         raise ConfigError("osd learn trains a drafter: drafter.kind, trainer.enabled and capture.enabled must allow it")
     trainer, kind = settings.trainer, settings.growth.kind
     if capture:
-        if not settings.drafter.distilled.traced:
-            raise ConfigError(
-                f"drafter.kind {settings.drafter.distilled.kind} does not learn from traces of vLLM, which have the "
-                "hidden states of EAGLE-3: set drafter.kind to eagle"
-            )
-        if trainer.samples != "teacher":
-            raise ConfigError(
-                "trainer.samples must be teacher: vLLM's traces have no distributions of the target after draft tokens "
-                "that it rejected"
-            )
-        if settings.growth.needs_head:
-            raise ConfigError(f"growth.kind {kind} needs an acceptance head, and vLLM drafts chains without one")
+        check_traces(settings)
     else:
         for name, needed in (("positions", "all"), ("samples", "teacher")):
             if getattr(trainer, name) != needed:

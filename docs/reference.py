@@ -35,18 +35,20 @@ def _section(name: str, section: type[Section], printed: set[type[Section]]) -> 
     printed.add(section)
     rows: list[str] = []
     inner: list[tuple[str, type[Section]]] = []
+    # A section with several kinds is a union of classes, whose field ``kind`` has one value.
+    kind = section.model_fields.get("kind")
+    is_kind = kind is not None and len(list(_choices(kind.annotation))) == 1
     for key, field in section.model_fields.items():
         path = f"{name}.{key}" if name else key
         sections = list(_sections(field.annotation))
-        kinds = [str(part.model_fields["kind"].default) for part in sections if "kind" in part.model_fields]
+        kinds = [str(part.model_fields["kind"].default) for part in sections] if len(sections) > 1 else []
         inner += [(path, part) for part in sections]
         if kinds:
             default = field.get_default(call_default_factory=True).kind
             rows.append(f"| `{path}.kind` | `{default}` | one of {', '.join(f'`{kind}`' for kind in kinds)} |")
-        elif not sections and key != "kind":
+        elif not sections and not (key == "kind" and is_kind):
             rows.append(f"| `{path}` | {_default(field)} | {_meaning(field)} |")
-    kind = section.model_fields.get("kind")
-    title = f"{name}.kind={kind.default}" if kind is not None else name
+    title = f"{name}.kind={kind.default}" if kind is not None and is_kind else name
     if rows:
         purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
         yield from (f"### `{title}`", "") if title else ()

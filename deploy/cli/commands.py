@@ -137,6 +137,8 @@ def demo(
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
     if not (settings.trains and settings.capture.enabled):
         fail("the demo needs a trainable drafter.kind, trainer.enabled and capture.enabled")
+    if settings.engine.kind != "osd":
+        fail("the demo measures our own engine: leave engine.kind unset")
     if settings.serving.keys_file is not None:
         fail("the demo sends requests and has no key of serving.keys_file: use serving.api_key")
     from deploy.demo.run import DemoPlan, run
@@ -223,6 +225,24 @@ def warm_up(
     typer.echo(f"{warmed.requests} answers of {warmed.tokens} tokens; kept {drafter}{recalled}")
 
 
+def install_vllm(
+    directory: Annotated[Path, typer.Argument(help="New directory for the environment.", metavar="DIR")],
+) -> None:
+    """Make an environment with vLLM for replicas with engine.kind=vllm.
+
+    It gets vLLM, or its build for CPUs on a machine without a GPU from NVIDIA, and the packages that a replica needs,
+    all with fixed versions. Python and Ray are those of this environment.
+    """
+    from deploy.vllm.environment import PythonError
+    from deploy.vllm.install import InstallError, install
+
+    try:
+        python = install(directory, lambda step: typer.echo(step, err=True))
+    except (InstallError, PythonError) as error:
+        fail(error)
+    typer.echo(f"osd up --set engine.kind=vllm --set engine.vllm.python={python}")
+
+
 COMMANDS = tuple(
     Command(words, f"{__name__}:{function.__name__}", (function.__doc__ or "").partition("\n")[0])
     for words, function in {
@@ -231,6 +251,7 @@ COMMANDS = tuple(
         "learn": learn,
         "doctor": doctor,
         "drafters warm-up": warm_up,
+        "vllm install": install_vllm,
     }.items()
 )
 """Table of the commands, read by ``osd`` from the entry point."""

@@ -104,6 +104,7 @@ app.add_typer(drafters.app, name="drafters")
 app.add_typer(traces.app, name="traces")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(typer.Typer(cls=Group, help="Measure on this machine.", no_args_is_help=True), name="bench")
+app.add_typer(typer.Typer(cls=Group, help="Prepare vLLM as an engine.", no_args_is_help=True), name="vllm")
 
 
 def _print_version(enabled: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,9 +54,40 @@ class TargetSettings(Section):
         return size
 
 
-class EngineSettings(Section):
-    """Limits of continuous batching."""
+def _absolute(file: Path) -> Path:
+    return file.expanduser().absolute()  # other processes have other working directories
 
+
+class VllmEngineSettings(Section):
+    """vLLM as the engine of the replicas."""
+
+    python: Annotated[Path, AfterValidator(_absolute)] | None = Field(
+        default=None, description="interpreter of an environment with vLLM, as osd vllm install makes it"
+    )
+    args: str = Field(default="", description="further arguments of vllm serve, as in a shell")
+
+    @field_validator("args")
+    @classmethod
+    def _check_args(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError:
+            raise PydanticCustomError("quotes", "must have closed quotes, as in a shell") from None
+        return value
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments in ``args``."""
+        return shlex.split(self.args)
+
+
+class EngineSettings(Section):
+    """Engine of the replicas, and limits of continuous batching of our own engine."""
+
+    kind: Literal["osd", "vllm"] = Field(
+        default="osd", description="osd: our own engine; vllm: vLLM, see engine.vllm.python"
+    )
+    vllm: VllmEngineSettings = VllmEngineSettings()
     slots: int = Field(default=16, ge=1, le=1024, description="sequences that are decoded at the same time")
     context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
     kv_mb: int | None = Field(
@@ -76,6 +108,21 @@ class EngineSettings(Section):
         le=64,
         description="domains whose drafters a replica loads at the same time, and also the number of tenants' tables",
     )
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> EngineSettings:
+        if self.kind == "vllm":
+            if self.vllm.python is None:
+                raise setting_error("vllm.python", None, "must name a python that osd vllm install made")
+            for name, field in EngineSettings.model_fields.items():
+                if name not in ("kind", "vllm") and getattr(self, name) != field.default:
+                    message = "is a limit of our own engine: set vLLM's limits in engine.vllm.args"
+                    raise setting_error(name, getattr(self, name), message)
+            return self
+        for name, field in VllmEngineSettings.model_fields.items():
+            if (value := getattr(self.vllm, name)) != field.default:
+                raise setting_error(f"vllm.{name}", value, "counts only with engine.kind=vllm")
+        return self
 
 
 class EconomySettings(Section):
@@ -301,10 +348,6 @@ class TapSettings(Section):
     max_bytes: int = Field(
         default=4 << 20, ge=1024, description="maximum bytes of a captured request body, and of a captured answer"
     )
-
-
-def _absolute(file: Path) -> Path:
-    return file.expanduser().absolute()  # other processes have other working directories
 
 
 class LogSettings(Section):

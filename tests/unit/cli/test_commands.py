@@ -138,6 +138,8 @@ def test_demo_refuses_incompatible_settings(tmp_path):
         assert "drafter.kind" in refusal(run_cli("demo", "--set", f"drafter.kind={kind}"))
     assert "trainer.enabled" in refusal(run_cli("demo", "--set", "trainer.enabled=false"))
     assert "serving.keys_file" in refusal(run_cli("demo", "--set", "serving.keys_file=/keys"))
+    vllm = ("--set", "engine.kind=vllm", "--set", "engine.vllm.python=/python")
+    assert "engine.kind" in refusal(run_cli("demo", *vllm))
     assert "--report" in refusal(run_cli("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
 
 

@@ -78,7 +78,7 @@ def test_values_are_parsed_from_text():
         ("target.dtype=int8", ["target.dtype", "'bfloat16' or 'float32'", "int8"]),
         ("domain=My Domain", ["domain", "must match"]),
         ("capture.enabled=perhaps", ["capture.enabled", "true or false"]),
-        ("engine=3", ["engine", "section", "engine.slots"]),
+        ("engine=3", ["engine", "section", "engine.kind"]),
         ("growth=3", ["growth", "section", "growth.kind"]),
         ("growth.budget=0", ["growth.budget", "at least 1", "0"]),
         ("growth.kind=forest", ["growth.kind (--set) must be 'best_first'", "or 'top_k_tree', not forest"]),
