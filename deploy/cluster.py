@@ -13,6 +13,7 @@ from ray import serve
 import serving.app
 import trainer.app
 from deploy.contradictions import check_exposure, check_settings
+from deploy.one_drafter import for_one_drafter
 from deploy.preparation import check_rules, prepare
 from osd.capture.server import open_redis
 from osd.config import ConfigError, Settings, load_settings
@@ -44,19 +45,25 @@ def build(args: dict[str, str]) -> serve.Application:
             instead = "redis.password_file" if key == "redis_url" else f"{key}_file"
             raise ConfigError(f"{key} in the arguments would stay readable in Ray's tables: use {instead}")
     settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
-    if settings.redis_url is None:
+    if (redis_url := settings.redis_url) is None:
         raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
+    if settings.engine.kind == "vllm":
+        settings = for_one_drafter(settings)
     check_exposure(settings)
     check_settings(settings)
     check_rules(settings)
     open_redis(settings).close()
-    prepare(settings, settings.redis_url, target_directory(settings))
+    prepare(settings, redis_url, target_directory(settings))
+    if settings.engine.kind == "vllm":
+        from deploy.vllm.exports import prepare_export
+
+        prepare_export(settings)
     if settings.drafts:
         _end_trainers()
         if trainer.app.needs_trainer(settings):
             _look_for_nodes(settings)
-            trainer.app.start(settings, settings.redis_url, namespace=_NAMESPACE, lifetime="detached")
-    return serving.app.build(settings, settings.redis_url)
+            trainer.app.start(settings, redis_url, namespace=_NAMESPACE, lifetime="detached")
+    return serving.app.build(settings, redis_url)
 
 
 def _look_for_nodes(settings: Settings) -> None:

@@ -19,6 +19,7 @@ from deploy.assembly import Assembly, RayDied, StartError
 from deploy.contradictions import check_exposure, check_settings
 from deploy.local_ray import LocalRay, check_token_mode, last_line
 from deploy.local_serve import LocalServe
+from deploy.one_drafter import for_one_drafter
 from osd.capture.server import public_url
 from osd.config import ConfigError, Settings
 from osd.registry.object_storage import storage_of
@@ -36,7 +37,8 @@ class Embedded(Assembly):
     """Assembly of the whole loop; ``start`` returns when the service answers, and may also raise RayDied."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
-        super().__init__(settings, report)
+        super().__init__(for_one_drafter(settings) if settings.engine.kind == "vllm" else settings, report)
+        settings = self.settings
         self.url = f"http://{_reachable(settings.serving.host)}:{settings.serving.port}"
         self.directory = Path()
         self.trainer: Any = None
@@ -129,6 +131,10 @@ class Embedded(Assembly):
         check_rules(self.settings)
         directory = target_directory(self.settings, self._report_preparing)
         prepare(self.settings, self.redis_url, directory, self._report_preparing)
+        if self.settings.engine.kind == "vllm":
+            from deploy.vllm.exports import prepare_export
+
+            prepare_export(self.settings, self._report_preparing)
         return directory
 
     def _report_preparing(self, step: str) -> None:

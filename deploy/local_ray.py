@@ -220,8 +220,12 @@ def _init(settings: Settings) -> None:
         _node_ip_address="127.0.0.1",
         _temp_dir=str(_renew_folder(settings.home_dir) / "ray"),
         # Ray's default is niceness 15, but only the trainer should have a low priority. Objects that the store has no
-        # room for must not fill the disk.
-        _system_config={"worker_niceness": 0, "automatic_object_spilling_enabled": False},
+        # room for must not fill the disk. The engine of a killed vLLM would keep its memory.
+        _system_config={
+            "worker_niceness": 0,
+            "automatic_object_spilling_enabled": False,
+            "process_group_cleanup_enabled": settings.engine.kind == "vllm",
+        },
     )
 
 

@@ -166,9 +166,14 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     )
     # Twice the queue, so that the replica itself answers 429, and 64 places for requests that do not decode.
     room = 2 * settings.serving.max_queue + 64
-    gpus = settings.replica_gpus(ray.cluster_resources().get("GPU", 0))
+    replica: Any = Server
+    actor: dict[str, Any] = {"num_cpus": 1, "num_gpus": settings.replica_gpus(ray.cluster_resources().get("GPU", 0))}
+    if settings.engine.kind == "vllm":
+        from serving.vllm.server import VllmServer, runtime_env
+
+        replica, actor["runtime_env"] = VllmServer, runtime_env(settings)
     deployment: Any = serve.deployment(  # Ray's types call this a function
-        Server,
+        replica,
         name="osd",
         **_scaling(settings),
         request_router_config=_router(settings),
@@ -176,7 +181,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         # Requests count as queued while Serve chooses a replica; a smaller limit would refuse bursts that have room.
         max_queued_requests=room,
         backpressure_config=BackpressureConfig(retry_after_s=1),
-        ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
+        ray_actor_options=actor,
         health_check_period_s=2,
         health_check_timeout_s=30,
         max_constructor_retry_count=3,  # most errors, such as a missing target, do not pass with time

@@ -20,6 +20,8 @@ log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers o
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 _Part = Callable[[], Coroutine[Any, Any, None]]
+PRIVATE = "osd_private"
+"""Key in the state of a scope; true for a request that must not be captured, whatever its body says."""
 
 
 class OsdMiddleware:
@@ -38,7 +40,7 @@ class OsdMiddleware:
         """Call the application."""
         if scope["type"] == "lifespan":
             return await self._serve(scope, receive, send)
-        if scope["type"] == "http" and self._default is not None:
+        if scope["type"] == "http" and self._default is not None and not scope.get("state", {}).get(PRIVATE):
             receive = observed(scope["path"], receive, self._default)
         await self._app(scope, receive, send)
 

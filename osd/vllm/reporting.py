@@ -67,23 +67,24 @@ class Reporting:
                 await asyncio.sleep(_PERIOD)
 
     def _report(self) -> None:
-        report = self._read()
+        report = read_report(self._domain)
         self._loads.report_upstream(self._name, report)
         # As in a tap's report: requests in vLLM's queue count as running, because a busy vLLM always has some.
         load = ReplicaLoad(report.running + report.waiting, 0, report.version, 0.0)
         self._loads.report(self._name, load)
 
-    def _read(self) -> UpstreamReport:
-        """Return the report of this server from its metrics."""
-        registry = REGISTRY
-        if _MULTIPROCESS in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)
-        scrape = Scrape.of_families(registry.collect(), time.time())
-        return msgspec.structs.replace(
-            report_of(scrape, self._domain),
-            requests=int(scrape.sum(_ENDED)),
-            failed=int(scrape.sum(_ENDED, finished_reason="error")),
-            captured=int(scrape.sum(_TRACES)),
-            dropped=int(scrape.sum(_DROPPED)),
-        )
+
+def read_report(domain: str) -> UpstreamReport:
+    """Return the report of this server from its metrics; ``domain`` is the domain of its drafter."""
+    registry = REGISTRY
+    if _MULTIPROCESS in os.environ:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+    scrape = Scrape.of_families(registry.collect(), time.time())
+    return msgspec.structs.replace(
+        report_of(scrape, domain),
+        requests=int(scrape.sum(_ENDED)),
+        failed=int(scrape.sum(_ENDED, finished_reason="error")),
+        captured=int(scrape.sum(_TRACES)),
+        dropped=int(scrape.sum(_DROPPED)),
+    )

@@ -29,12 +29,7 @@ async def _read(
     """Read and validate a JSON body; ``arrived`` receives the size of each chunk and may raise ``ApiError``."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "The body must be sent as 'content-type: application/json'.", code="unsupported_media_type")
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            data = await _receive(request, limits.max_body_bytes, arrived)
-    except TimeoutError:
-        message = f"The body did not arrive within {limits.body_timeout_s:g} seconds."
-        raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
+    data = await read_body(request, limits, arrived)
     try:
         check_nesting(data)
         return schema.model_validate_json(data.removeprefix(codecs.BOM_UTF8), context=limits)
@@ -42,6 +37,20 @@ async def _read(
         raise from_validation(error) from None
     except NestingError as error:
         raise ApiError(400, f"The body {error}.", code="invalid_json") from None
+
+
+async def read_body(request: Request, limits: ServingSettings, arrived: Callable[[int], None]) -> bytes:
+    """Return the body of a request; ``arrived`` receives the size of each chunk and may raise ``ApiError``.
+
+    Raises:
+        ApiError: status 413 if the body is too large, and 408 if it takes too long.
+    """
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await _receive(request, limits.max_body_bytes, arrived)
+    except TimeoutError:
+        message = f"The body did not arrive within {limits.body_timeout_s:g} seconds."
+        raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
 
 
 async def _receive(request: Request, most: int, arrived: Callable[[int], None]) -> bytes:
@@ -75,7 +84,7 @@ class Admission:
         if sequences > self.limit:
             raise invalid(f"The request asks for {sequences} choices and this server's limit is {self.limit}.", "n")
         if self.taken + sequences > self.limit:
-            raise _full(f"The queue is full: {self.taken} of {self.limit} places are taken.")
+            raise queue_full(f"The queue is full: {self.taken} of {self.limit} places are taken.")
 
     def enter(self, sequences: int) -> None:
         """Add ``sequences`` sequences.
@@ -115,14 +124,14 @@ class Arrivals:
                 match ``schema``.
         """
         if self.taken >= self.limit:
-            raise _full(f"{self.taken} requests are arriving, which is this server's limit.")
+            raise queue_full(f"{self.taken} requests are arriving, which is this server's limit.")
         self.taken += 1
         received = 0
 
         def arrived(size: int) -> None:
             nonlocal received
             if self.bytes + size > self.most_bytes:
-                raise _full(f"{self.bytes} bytes are arriving, and this server's limit is {self.most_bytes}.")
+                raise queue_full(f"{self.bytes} bytes are arriving, and this server's limit is {self.most_bytes}.")
             received += size
             self.bytes += size
 
@@ -133,6 +142,7 @@ class Arrivals:
             self.bytes -= received
 
 
-def _full(message: str) -> ApiError:
+def queue_full(message: str) -> ApiError:
+    """Return the 429 error of a replica whose places are taken."""
     headers = {"Retry-After": "1"}
     return ApiError(429, f"{message} Try again later.", kind="rate_limit_error", code="queue_full", headers=headers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -26,17 +26,29 @@ _Values = Mapping[str, Mapping[Labels, float]]
 """Values by key and labels."""
 
 
-def render(totals: ServiceTotals, domain: str, model: str) -> bytes:
-    """Return the exposition of a service with this domain and model name."""
-    return generate_latest(_Families(totals, domain, model))
+def render(totals: ServiceTotals, domain: str, model: str, engine: Sequence[Family] = ()) -> bytes:
+    """Return the exposition of a service.
+
+    Args:
+        totals: totals of the service.
+        domain: domain of the service.
+        model: name of its model.
+        engine: metrics of another engine than ours; they replace ours with the same name.
+    """
+    return generate_latest(_Families(totals, domain, model, engine))
 
 
 class _Families(Collector):
-    def __init__(self, totals: ServiceTotals, domain: str, model: str) -> None:
-        self._totals, self._domain, self._model = totals, domain, model
+    def __init__(self, totals: ServiceTotals, domain: str, model: str, engine: Sequence[Family]) -> None:
+        self._totals, self._domain, self._model, self._engine = totals, domain, model, engine
 
     def collect(self) -> Iterator[Family]:
         """Yield all metric families; see ``Collector``."""
+        replaced = {family.name for family in self._engine}
+        yield from self._engine
+        yield from (family for family in self._collect() if family.name not in replaced)
+
+    def _collect(self) -> Iterator[Family]:
         service = ServiceState(self._totals, self._domain)
         service_values = (row.values(service) for row in SERVICE)
         values = _grouped(chain(self._totals.counters.items(), *service_values))

@@ -89,10 +89,10 @@ def test_kustomization_lists_every_file():
 
 
 def serve_config(name: str) -> dict[str, Any]:
-    return read(DEPLOY / name) if name == "serve.yaml" else yaml.safe_load(service("base")["spec"]["serveConfigV2"])
+    return read(DEPLOY / name) if name.endswith(".yaml") else yaml.safe_load(service("base")["spec"]["serveConfigV2"])
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
+@pytest.mark.parametrize("name", ["serve.yaml", "serve.vllm.yaml", "kuberay"])
 def test_serve_config_is_valid_and_has_no_unknown_field(name: str):
     config = serve_config(name)
     # Serve ignores unknown fields, so the parsed configuration must equal the file.
@@ -110,12 +110,12 @@ def settings_of(name: str, tmp_path: Path) -> Settings:
     return load_settings(None, [f"{key}={value}" for key, value in values.items()], {})
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "kuberay"])
+@pytest.mark.parametrize("name", ["serve.yaml", "serve.vllm.yaml", "kuberay"])
 def test_cluster_file_has_known_settings_and_no_password(name: str, tmp_path: Path):
     settings = settings_of(name, tmp_path)
     secured = "://:secret%20of%20redis.password_file@redis:6379/0"
     encrypted = f"rediss{secured}?ssl_ca_certs={quote(str(tmp_path / 'redis-ca'), safe='')}"
-    assert settings.redis_url == (f"redis{secured}" if name == "serve.yaml" else encrypted)
+    assert settings.redis_url == (f"redis{secured}" if name.endswith(".yaml") else encrypted)
     check_exposure(settings)
 
 

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from osd.registry.pointer_file import PointerFiles
 from osd.vllm import capture_control, rollout
-from osd.vllm.middleware import OsdMiddleware
+from osd.vllm.middleware import PRIVATE, OsdMiddleware
 
 
 class Engine:
@@ -60,16 +60,16 @@ def export(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def serve(engine: Engine, until: Any = lambda: True, body: bytes = b"{}") -> list[Any]:
+def serve(engine: Engine, until: Any = lambda: True, body: bytes = b"{}", **scope: Any) -> list[Any]:
     """Start a server, send it a chat, run it until ``until`` returns true, and return the lifespan messages."""
     messages: list[Any] = []
     middleware: Any = None
 
-    async def application(scope, receive, send) -> None:
-        if scope["type"] == "http":
+    async def application(called, receive, send) -> None:
+        if called["type"] == "http":
             await receive()
             return await engine.add_request("chatcmpl-a", [1], SimpleNamespace(extra_args=None, n=1))
-        await middleware({"type": "http", "path": "/v1/chat/completions"}, http_receive, send)
+        await middleware({"type": "http", "path": "/v1/chat/completions", **scope}, http_receive, send)
         while not until():
             await asyncio.sleep(0.005)
 
@@ -110,6 +110,12 @@ def test_requests_without_store_follow_the_default_setting(export, monkeypatch):
         serve(engine, body=body)
         assert engine.extra[0]["osd_store"] is store
         unregister()
+
+
+def test_private_request_is_not_captured(export):
+    engine = Engine(export)
+    serve(engine, body=b'{"store": true}', state={PRIVATE: True})
+    assert engine.extra[0]["osd_store"] is False
 
 
 def test_counts_of_the_workers_become_metrics(export):

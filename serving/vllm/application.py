@@ -1,0 +1,149 @@
+"""HTTP application of a replica with vLLM: our routes and access control around vLLM's application."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import osd
+from osd.vllm.middleware import PRIVATE
+from serving import dashboard
+from serving.access.guard import BudgetGuard, HostGuard, KeyGuard, allowed_hosts
+from serving.access.keys import caller_of
+from serving.api.admin import AdminRoutes
+from serving.http import errors
+from serving.http.errors import ApiError
+from serving.http.limits import ARRIVING_BYTES, queue_full, read_body
+from serving.metrics.report import Report
+from serving.telemetry.observed import Observer, Observing, log_request
+from serving.vllm import clients
+from serving.vllm.service import VllmService
+
+_FORWARDED, _FORWARDED_BELOW = frozenset({"/tokenize", "/detokenize"}), "/v1/"
+_LOADS_FILES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Paths of vLLM that are not forwarded: their requests name files of the server."""
+
+
+def create_app(service: VllmService, vllm: ASGIApp, observers: Iterable[Observer] = ()) -> ASGIApp:
+    """Return the application of a replica.
+
+    Args:
+        service: metrics and dashboard of the replica.
+        vllm: vLLM's application.
+        observers: called with every finished request.
+    """
+    app: ASGIApp = Paths(_own_routes(service), Admission(vllm, service), vllm)
+    app = BudgetGuard(app, service.access.budgets)
+    app = KeyGuard(app, service.access.keyring, dashboard.OPEN_PATHS)
+    if (names := allowed_hosts(service.settings.serving)) is not None:
+        app = HostGuard(app, names)
+    return Observing(app, [*observers, log_request])
+
+
+def is_forwarded(path: str) -> bool:
+    """Return whether vLLM answers a path. Its other paths administer it, and have no key of their own."""
+    return path in _FORWARDED or (path.startswith(_FORWARDED_BELOW) and path not in _LOADS_FILES)
+
+
+class Paths:
+    """ASGI application that chooses between our routes and vLLM's by the path; vLLM's lifespan is its own.
+
+    It closes WebSockets, because their messages would pass without limits.
+    """
+
+    def __init__(self, own: ASGIApp, forwarded: ASGIApp, vllm: ASGIApp) -> None:
+        self._own, self._forwarded, self._vllm = own, forwarded, vllm
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application that answers."""
+        if scope["type"] == "lifespan":
+            return await self._vllm(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1000})
+        await (self._forwarded if is_forwarded(scope["path"]) else self._own)(scope, receive, send)
+
+
+class Admission:
+    """ASGI middleware in front of vLLM that limits requests and their bodies, and names their sender to the engine."""
+
+    def __init__(self, vllm: ASGIApp, service: VllmService) -> None:
+        self._vllm, self._limits = vllm, service.settings.serving
+        self._most_bytes = max(ARRIVING_BYTES, self._limits.max_body_bytes)
+        self._running = self._bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request with its whole body, or send the error."""
+        if scope["method"] != "POST":
+            return await self._vllm(scope, receive, send)
+        if self._running >= self._limits.max_queue:
+            full = queue_full(f"{self._running} requests are running, which is this server's limit.")
+            return await full.response()(scope, receive, send)
+        self._running += 1
+        try:
+            await self._forward(scope, receive, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        finally:
+            self._running -= 1
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        bodies = [await self._read(request)]
+
+        async def receiving() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            return await receive()
+
+        sender = caller_of(request)
+        clients.caller.set(sender)
+        # A vLLM has one drafter, and the data of a tenant must not train it.
+        state = {**scope.get("state", {}), PRIVATE: bool(sender.tenant)}
+        await self._vllm({**scope, "state": state}, receiving, send)
+
+    async def _read(self, request: Request) -> bytes:
+        received = 0
+
+        def arrived(size: int) -> None:
+            nonlocal received
+            if self._bytes + size > self._most_bytes:
+                raise queue_full(f"{self._bytes} bytes are arriving, and this server's limit is {self._most_bytes}.")
+            received += size
+            self._bytes += size
+
+        try:
+            return await read_body(request, self._limits, arrived)
+        finally:
+            self._bytes -= received
+
+
+def _own_routes(service: VllmService) -> FastAPI:
+    """Return the routes that vLLM does not answer."""
+    app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
+    errors.install(app)
+    for router in (AdminRoutes(service).router, dashboard.router(service)):
+        app.include_router(router)
+
+    async def health() -> Response:
+        try:
+            await service.check_health()
+        except Exception as error:
+            raise ApiError(503, "This replica cannot decode: vLLM's engine has ended.", kind="server_error") from error
+        return JSONResponse({"status": "ok"})
+
+    async def load() -> Response:
+        return JSONResponse({"server_load": sum(map(_requests, (await service.totals()).replicas))})
+
+    async def version() -> Response:
+        return JSONResponse({"version": osd.__version__})
+
+    for path, handler in (("/health", health), ("/load", load), ("/version", version), ("/metrics", service.metrics)):
+        app.add_api_route(path, handler, methods=["GET"])
+    return app
+
+
+def _requests(report: Report) -> float:
+    return report.gauges["running"] + report.gauges["waiting"]
