@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
@@ -26,6 +26,9 @@ from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
 from osd.running import announce, withdraw
 from osd.target.load import commit_of, target_directory
+
+if TYPE_CHECKING:
+    from deploy.vllm.exports import ShapeFollower
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +48,13 @@ class Embedded(Assembly):
         self._preparing = "reading settings"
         self._ray = LocalRay()
         self._serve = LocalServe(self._ray, settings)
+        self._shapes: ShapeFollower | None = None
 
     def check(self) -> None:
-        """Raise ``RayDied`` if a Ray server has ended by itself."""
+        """Raise ``RayDied`` if a Ray server has ended by itself; call it regularly, as it also watches the versions."""
         self._ray.check()
+        if self._shapes is not None:
+            self._shapes.look()
 
     def ask_trainer(self, method: str, *arguments: object, seconds: float = _ACTOR_SECONDS) -> Any:
         """Return the result of a method of the trainers, see ``trainer.app.TrainerActors``.
@@ -111,6 +117,10 @@ class Embedded(Assembly):
         self._report("loading the replicas")
         with _start_failures():
             self._serve.start_replicas(self.redis_url)
+        if settings.engine.kind == "vllm" and settings.drafts:
+            from deploy.vllm.exports import ShapeFollower
+
+            self._shapes = ShapeFollower(settings, partial(self._serve.begin_restart, self.redis_url))
         import trainer.app
 
         if trainer.app.needs_trainer(settings):

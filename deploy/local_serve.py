@@ -80,6 +80,22 @@ class LocalServe:
             raise (RuntimeError(reason) if reason else error) from error
         self._ray.wait("start the proxy", self._started, _PROXY_SECONDS)
 
+    def begin_restart(self, redis_url: str, before: Callable[[], None]) -> Future[None]:
+        """Return a future of the replacement of all replicas, one after the other, which follows a call of ``before``.
+
+        Raises:
+            RayDied: a Ray server died.
+        """
+        from ray import serve
+
+        import serving.app
+
+        def replace() -> None:
+            before()
+            serve.run(serving.app.build(self._settings, redis_url), name="osd", route_prefix="/")
+
+        return self._ray.begin(replace)
+
     def drain(self, report: Callable[[str], None]) -> None:
         """Stop accepting requests, and wait until the replicas have finished the running ones.
 

@@ -27,7 +27,7 @@ from tests.waiting import HANG_SECONDS, wait_until
 
 
 class VllmUp(Up):
-    """Running ``osd up`` with two replicas and two drafter versions."""
+    """Running ``osd up`` with two replicas and three drafter versions."""
 
     home: Path
 
@@ -40,11 +40,11 @@ class VllmUp(Up):
         PointerFiles(self.home / "registry").update("general", lambda _: Rollout(version, canary, 0.5, 1.0))
 
 
-def two_versions(target: Path, home: Path) -> None:
-    """Publish two drafter versions, the first of which is in service."""
-    drafter = Eagle.from_target(load_model(target, "float32", "cpu"), 64)
-    registry = Registry(home / "registry")
-    for _ in range(2):
+def publish(target: Path, home: Path) -> None:
+    """Publish two drafter versions, the first of which is in service, and a third one of another shape."""
+    model, registry = load_model(target, "float32", "cpu"), Registry(home / "registry")
+    for vocabulary in (64, 64, 48):
+        drafter = Eagle.from_target(model, vocabulary)
         with torch.no_grad():
             for weight in drafter.trained().values():
                 weight.add_(0.01)
@@ -63,7 +63,7 @@ def has_ended(process: psutil.Process) -> bool:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmUp]:
     folder = tmp_path_factory.mktemp("vllm")
     target, home, port = make_tiny(folder / "tiny", layers=6), folder / "home", free_port()
-    two_versions(target, home)
+    publish(target, home)
     options = {
         "target.source": target,
         "target.dtype": "float32",
@@ -148,6 +148,19 @@ def test_replica_whose_engine_ended_is_replaced(up):
     first = up.complete(prompt="end the engine").json()["pid"]
     wait_until(lambda: first not in {replica.pid for replica in up.workers("ServeReplica")}, every=0.1)
     wait_until(lambda: len(up.engines()) == 2, every=0.1)
+
+
+def test_version_of_another_shape_restarts_replicas_in_turn(up):
+    before = {replica.pid for replica in up.workers("ServeReplica")}
+    up.move(3)
+
+    def has_moved() -> bool:
+        assert up.complete().status_code == 200
+        return [*up.versions().values()] == [3, 3]
+
+    wait_until(has_moved, every=0.1)
+    assert before.isdisjoint({replica.pid for replica in up.workers("ServeReplica")})
+    assert up.complete().json()["drafter"] == str(up.home / "vllm" / "general" / "3")
 
 
 def test_stop_lets_running_requests_finish(up):

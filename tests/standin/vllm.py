@@ -81,8 +81,23 @@ class AsyncLLM:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
-        answers = {"osd_capture_start": "", "osd_capture_counts": {}, "osd_draft_read": "", "osd_load_draft": "sha"}
+        answers = {"osd_capture_start": "", "osd_capture_counts": {}, "osd_load_draft": "sha"}
+        if method == "osd_draft_read":
+            return [self._problem(*args)]
         return [answers.get(method)]
+
+    def _problem(self, version: int) -> str:
+        """Return the reason why a version cannot replace the exported drafter, as the worker extension does."""
+        from osd.registry.versions import VersionError
+        from osd.vllm.published import PublishedDrafter
+        from osd.vllm.settings import VllmSettings
+
+        published = PublishedDrafter(VllmSettings.from_environment(), self.vllm_config.speculative_config.model)
+        try:
+            published.checkpoint(version)
+        except VersionError as error:
+            return str(error)
+        return ""
 
     async def add_request(self, request_id: str, prompt: Any, params: Params) -> None:
         self.requests.append((prompt, params.extra_args))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from deploy.vllm.exports import prepare_export
+from deploy.vllm.exports import ShapeFollower, prepare_export
 from osd.config import ConfigError, Settings
 from osd.drafting.eagle.drafter import Eagle
 from osd.registry.pointer_file import PointerFiles, Rollout
@@ -26,18 +28,41 @@ class World:
             {"home": folder, "target": {"source": str(target), "dtype": "float32"}, "drafter": {"kind": "eagle"}}
         )
         self.registry = Registry(self.settings.registry_dir)
-        drafter = Eagle.from_target(load_model(target, "float32", "cpu"), 64)
+        self.model = load_model(target, "float32", "cpu")
         for _ in range(5):
-            self.registry.publish("general", drafter.weights(), drafter.config(), {})
+            self.publish(64)
+
+    def publish(self, vocabulary: int) -> None:
+        drafter = Eagle.from_target(self.model, vocabulary)
+        self.registry.publish("general", drafter.weights(), drafter.config(), {})
 
     def export(self, stable: int) -> list[int]:
         """Bring a version into service, prepare its export, and return the exported versions."""
-        PointerFiles(self.registry.root).update("general", lambda _: Rollout(stable, None, 0.0, 1.0))
+        self.move(stable)
         prepare_export(self.settings)
         return exported_versions(self.settings)
 
+    def move(self, stable: int) -> None:
+        PointerFiles(self.registry.root).update("general", lambda _: Rollout(stable, None, 0.0, 1.0))
+
     def damage(self, version: int) -> None:
         (self.registry.root / "general" / str(version) / "model.safetensors").write_bytes(b"damaged")
+
+
+class Restarts:
+    """Restarts that a test ends."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Callable[[], None], Future[None]]] = []
+
+    def begin(self, before: Callable[[], None]) -> Future[None]:
+        self.begun.append((before, Future()))
+        return self.begun[-1][1]
+
+    def end(self) -> None:
+        before, running = self.begun[-1]
+        before()
+        running.set_result(None)
 
 
 @pytest.fixture
@@ -67,3 +92,40 @@ def test_damaged_version_without_an_earlier_export_is_refused(world: World) -> N
     world.damage(1)
     with pytest.raises(ConfigError, match="version 1 cannot be exported for vLLM: "):
         world.export(1)
+
+
+def test_only_a_version_of_another_shape_restarts_replicas(world: World) -> None:
+    world.export(1)
+    restarts = Restarts()
+    follower = ShapeFollower(world.settings, restarts.begin)
+    world.move(2)
+    follower.look()
+    assert not restarts.begun, "the replicas load it themselves"
+    world.publish(48)
+    world.move(6)
+    for _ in range(3):
+        follower.look()
+    assert len(restarts.begun) == 1, "one at a time"
+    restarts.end()
+    assert exported_versions(world.settings) == [1, 6]
+    follower.look()
+    assert len(restarts.begun) == 1, "the replicas have the new shape"
+    world.move(2)
+    follower.look()
+    assert len(restarts.begun) == 2
+
+
+def test_failed_restart_is_repeated_for_the_next_version(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.export(1)
+    world.publish(48)
+    world.publish(48)
+    restarts = Restarts()
+    follower = ShapeFollower(world.settings, restarts.begin)
+    world.move(6)
+    follower.look()
+    restarts.begun[-1][1].set_exception(RuntimeError("no room"))
+    follower.look()
+    assert "the replicas were not restarted for version 6: no room" in caplog.text
+    world.move(7)
+    follower.look()
+    assert len(restarts.begun) == 2
