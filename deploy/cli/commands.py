@@ -260,11 +260,14 @@ COMMANDS = tuple(
 def learned_traffic(settings: Settings) -> str:
     """Return a line about the requests that a service learns from, and about clients that share the result."""
     serving = settings.serving
-    if not settings.capture.enabled or not (settings.recalls or settings.trains):
+    recalls = settings.recalls and settings.engine.kind == "osd"
+    if not settings.capture.enabled or not (recalls or settings.trains):
         return "from no request"
     consent = 'that do not set "store": false' if serving.capture_default else 'that set "store": true'
     by_clients = ""
-    if serving.keys_file is not None:
+    if serving.keys_file is not None and settings.engine.kind == "vllm":
+        by_clients = ", except requests of tenants"
+    elif serving.keys_file is not None:
         by_clients = "; drafts of a tenant learn from its own requests, and keys without a tenant share theirs"
         if settings.recalls and not settings.recall.shared:
             by_clients += ", except recall's"

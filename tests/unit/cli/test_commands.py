@@ -19,6 +19,8 @@ from osd.target.model import load_model
 from tests.command import refusal, run_cli
 from tests.http_servers import answering
 
+VLLM = {"kind": "vllm", "vllm": {"python": "/python"}}
+
 
 def test_help_imports_no_heavy_package():
     script = (
@@ -104,6 +106,11 @@ def test_up_takes_settings_by_the_names_of_vllm(monkeypatch, tmp_path):
             'from requests that do not set "store": false; drafts of a tenant learn from its own requests, and keys '
             "without a tenant share theirs, except recall's",
         ),
+        (
+            {"engine": VLLM, "serving": {"keys_file": "/keys"}},
+            'from requests that do not set "store": false, except requests of tenants',
+        ),
+        ({"engine": VLLM, "trainer": {"enabled": False}}, "from no request"),
     ],
 )
 def test_up_says_which_requests_it_learns_from(settings, line):
