@@ -112,10 +112,12 @@ class Server:
         from osd.runtime.memory import give_back
         from serving.api.routes import create_app
         from serving.http.carried_body import CarriedBody
+        from serving.http.liveness import SignsOfLife
 
         app = create_app(self._replica, [self._tracing.observe] if self._tracing else [])
         app.add_middleware(self._requests.guard)
         app.add_middleware(CarriedBody)
+        app.add_middleware(SignsOfLife)
         gc.collect()  # freeze would keep existing garbage forever
         gc.freeze()
         gc.enable()
@@ -193,10 +195,11 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
 
 
 def _scaling(settings: Settings) -> dict[str, Any]:
-    """Return the options for the number of replicas."""
+    """Return the options for the number of replicas and their places."""
     serving = settings.serving
+    places = {"max_replicas_per_node": serving.replicas_per_node}
     if serving.max_replicas is None:
-        return {"num_replicas": serving.replicas}
+        return {"num_replicas": serving.replicas, **places}
     scaling = AutoscalingConfig(
         min_replicas=serving.replicas,
         max_replicas=serving.max_replicas,
@@ -205,7 +208,7 @@ def _scaling(settings: Settings) -> dict[str, Any]:
         upscale_delay_s=_UPSCALE_SECONDS,
         downscale_delay_s=_DOWNSCALE_SECONDS,
     )
-    return {"autoscaling_config": scaling}
+    return {"autoscaling_config": scaling, **places}
 
 
 def _router(settings: Settings) -> RequestRouterConfig:

@@ -19,6 +19,7 @@ from serving.http import protocol as http_protocol
 from serving.http.affinity import Affinity
 from serving.http.carried_body import ClientMessages
 from serving.http.errors import ApiError, of_status
+from serving.http.liveness import SILENCE_SECONDS, Silence
 from serving.http.paths import template_of
 from serving.http.sse import Reply
 from serving.metrics.http_counts import COUNTS, Delivery
@@ -36,6 +37,7 @@ _BODY_BYTES, _BODY_SECONDS = 1 << 20, 0.1
 """Size and time limits for reading a body to route by its prefix; other requests go to any replica."""
 _DELIVERY = Delivery(COUNTS, ACTOR)
 _BROKEN = "The replica ended before it answered completely. Try again."
+_SILENT = f"The service received nothing from a replica for {SILENCE_SECONDS:.0f} seconds. Try again."
 _VALID = {
     b"x-request-id": re.compile(rb"[!-~]{1,128}"),  # Ray decodes it, logs it and sends it back
     b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
@@ -61,21 +63,25 @@ class Front:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1000})
         reply = Reply(scope, receive, partial(_send_and_count, template_of(scope["path"]), send))
-        messages = ClientMessages(receive)
+        messages, silence = ClientMessages(receive), Silence()
         try:
             headers = list(filter(_is_forwarded, scope["headers"]))
             if _is_routed_by_body(scope) and (body := await messages.body(_BODY_BYTES, _BODY_SECONDS)):
                 key = dict(headers).get(b"authorization", b"")
                 headers.append((affinity.HEADER, str(Affinity.of(body, key)).encode()))
             forwarded = await messages.carry({**scope, "headers": headers})
-            await self.app(forwarded, messages.receive, partial(_send_openai, reply))
+            forward = partial(silence.heard, partial(_send_openai, reply))
+            async with silence.limit:
+                await self.app(forwarded, messages.receive, forward)
         except Exception:
-            logger.exception("the proxy failed")
-            return await reply.fail(of_status(500))
+            if not silence.is_over_limit:
+                logger.exception("the proxy failed")
+                return await reply.fail(of_status(500))
         finally:
             messages.close()
         # Ray sends nothing more if the replica died or the client disconnected; such a client does not read this.
-        broken = ApiError(503, _BROKEN, kind="server_error", headers={"Retry-After": "1"})
+        reason = _SILENT if silence.is_over_limit else _BROKEN
+        broken = ApiError(503, reason, kind="server_error", headers={"Retry-After": "1"})
         await reply.fail(of_status(499) if messages.disconnected else broken)
 
 

@@ -58,7 +58,7 @@ from osd.config.settings import (
     TargetSettings,
     Verification,
 )
-from osd.config.sources import load_scenario, load_settings
+from osd.config.sources import dotted, load_scenario, load_settings
 from osd.config.trainer import TrainerSettings
 
 __all__ = [
@@ -113,6 +113,7 @@ __all__ = [
     "Verification",
     "VersionAssumptions",
     "check_domain",
+    "dotted",
     "drafter_of",
     "in_tenant",
     "load_scenario",

@@ -242,6 +242,13 @@ class ServingSettings(Section):
         description="maximum replicas; more start while requests use over half of engine.slots, and fewer run "
         "otherwise; none: always serving.replicas",
     )
+    replicas_per_node: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="maximum replicas on a node of a cluster, so that a node that returns gets its replica back; none: "
+        "as many as the node has CPUs",
+    )
     routing: Literal["beginnings", "load"] = Field(
         default="beginnings",
         description="choice of the replica; beginnings: first by cached prompt prefix, then by domain; load: by few "

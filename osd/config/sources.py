@@ -1,7 +1,7 @@
 """Reading of settings from all sources.
 
 Later sources override earlier ones: defaults, YAML file, environment (``OSD_...``), options of the command such as
-``--port``, ``--set``.
+``--port``, ``--set``, arguments of a deployment.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def load_settings(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
     options: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    arguments: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Read the settings of this process from all sources.
 
@@ -47,12 +48,14 @@ def load_settings(
         overrides: values of ``--set``, as ``key=value``.
         environ: the environment.
         options: keys and values of settings that have an option of their own, by option; ``overrides`` precede them.
+        arguments: arguments of a deployment, nested or by dotted keys.
 
     Raises:
         ConfigError: a source or a secret file cannot be read, or a key or value is invalid.
     """
     named = ((tuple(key.split(".")), _scalar(value), option) for option, (key, value) in options.items())
-    entries = (*_from_file(file), *_from_environment(environ), *named, *_from_overrides(overrides, "--set"))
+    given = ((tuple(key.split(".")), value, "args") for key, value in dotted(arguments or {}).items())
+    entries = (*_from_file(file), *_from_environment(environ), *named, *_from_overrides(overrides, "--set"), *given)
     return with_redis_address(with_keys(_read(Settings, entries)))
 
 
@@ -67,6 +70,11 @@ def load_scenario(file: Path | None = None, overrides: Sequence[str] = ()) -> Sc
         ConfigError: the file cannot be read, or a key or value is invalid.
     """
     return _read(Scenario, (*_from_file(file), *_from_overrides(overrides, "--assume")))
+
+
+def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values by their dotted keys."""
+    return {".".join(path): value for path, value, _ in _leaves((), dict(values), "")}
 
 
 _Entry = tuple[tuple[str, ...], Any, str]  # path of the key, value, and name of the source
