@@ -5,6 +5,7 @@ Serve starts the replicas of this node elsewhere, and the replicas here finish t
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 
 _REPLICA = "ray::ServeReplica"
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _HEAD_SECONDS = 0.2, 20
 
 
 def leave(seconds: int) -> bool:
@@ -27,7 +28,13 @@ def leave(seconds: int) -> bool:
     reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the pod ends"]
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "drain-node", *reason, "--deadline-remaining-seconds", str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # ``deploy`` forbids Ray to connect by itself, and drain-node connects to learn the node that it runs on.
+    environment = {**os.environ, "RAY_ENABLE_AUTO_CONNECT": "1"}
+    limit = min(seconds, _HEAD_SECONDS)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"Ray does not drain this node: its head does not answer within {limit} seconds") from None
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         raise RuntimeError(f"Ray does not drain this node: {lines[-1] if lines else done.returncode}")

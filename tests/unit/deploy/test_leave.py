@@ -18,7 +18,7 @@ from deploy.leave import leave
 def drained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file with the arguments of ``ray``, which a script replaces."""
     arguments, ray = tmp_path / "arguments", tmp_path / "ray"
-    ray.write_text(f'#!/bin/sh\necho "$@" > {arguments}\n')
+    ray.write_text(f'#!/bin/sh\necho "$@" "$RAY_ENABLE_AUTO_CONNECT" > {arguments}\n')
     ray.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     return arguments
@@ -37,7 +37,8 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]
 
 def test_leave_waits_for_the_replicas_of_its_node(drained: Path, replica: subprocess.Popen[bytes]):
     assert not leave(1)
-    assert "--deadline-remaining-seconds 1" in drained.read_text()
+    # Ray learns the node that it runs on only if it may connect by itself.
+    assert drained.read_text().endswith("--deadline-remaining-seconds 1 1\n")
     replica.kill()
     replica.wait()
     assert leave(60)
@@ -47,3 +48,9 @@ def test_leave_reports_the_refusal_of_ray(drained: Path):
     drained.with_name("ray").write_text("#!/bin/sh\necho 'Error: no cluster here' >&2\nexit 1\n")
     with pytest.raises(RuntimeError, match="does not drain this node: Error: no cluster here"):
         leave(60)
+
+
+def test_leave_does_not_wait_for_a_head_without_answer(drained: Path):
+    drained.with_name("ray").write_text("#!/bin/sh\nexec sleep 300\n")
+    with pytest.raises(RuntimeError, match="its head does not answer within 1 seconds"):
+        leave(1)
