@@ -16,7 +16,7 @@ from deploy.contradictions import check_exposure, check_settings
 from deploy.one_drafter import for_one_drafter
 from deploy.preparation import check_rules, prepare
 from osd.capture.server import open_redis
-from osd.config import ConfigError, Settings, load_settings
+from osd.config import ConfigError, Settings, dotted, load_settings
 from osd.config.secrets import holds_password
 from osd.target.load import target_directory
 
@@ -26,13 +26,13 @@ _NAMESPACE = "osd"
 _GONE_SECONDS = 30.0
 
 
-def build(args: dict[str, str]) -> serve.Application:
+def build(args: dict[str, Any]) -> serve.Application:
     """Prepare the target and the first drafter version, start the trainers, and return the application.
 
     Every node must see the same ``home``. A new deployment replaces the trainers, which resume from their checkpoints.
 
     Args:
-        args: settings by dotted key, which override the environment; ``redis_url`` must be set in either.
+        args: settings, nested or by dotted keys, which override the environment; ``redis_url`` must be set in either.
 
     Raises:
         ConfigError: a setting is invalid, settings contradict each other, an argument is a secret, or ``redis_url`` is
@@ -40,19 +40,9 @@ def build(args: dict[str, str]) -> serve.Application:
         osd.target.load.TargetError: the target cannot be loaded.
         osd.capture.server.RedisSetupError: Redis does not answer, or is a Redis Cluster.
     """
-    for key, value in args.items():
-        if key in ("serving.api_key", "serving.admin_key") or (key == "redis_url" and holds_password(value)):
-            instead = "redis.password_file" if key == "redis_url" else f"{key}_file"
-            raise ConfigError(f"{key} in the arguments would stay readable in Ray's tables: use {instead}")
-    settings = load_settings(None, [f"{key}={value}" for key, value in args.items()])
-    if (redis_url := settings.redis_url) is None:
-        raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
-    if settings.engine.kind == "vllm":
-        settings = for_one_drafter(settings)
-    check_exposure(settings)
-    check_settings(settings)
+    settings = checked_settings(args)
     check_rules(settings)
-    open_redis(settings).close()
+    redis_url = open_redis(settings).url
     prepare(settings, redis_url, target_directory(settings))
     if settings.engine.kind == "vllm":
         from deploy.vllm.exports import prepare_export
@@ -64,6 +54,26 @@ def build(args: dict[str, str]) -> serve.Application:
             _look_for_nodes(settings)
             trainer.app.start(settings, redis_url, namespace=_NAMESPACE, lifetime="detached")
     return serving.app.build(settings, redis_url)
+
+
+def checked_settings(args: dict[str, Any]) -> Settings:
+    """Return the settings of a deployment with the arguments ``args``.
+
+    Raises:
+        ConfigError: see ``build``.
+    """
+    for key, value in dotted(args).items():
+        if key in ("serving.api_key", "serving.admin_key") or (key == "redis_url" and holds_password(str(value))):
+            instead = "redis.password_file" if key == "redis_url" else f"{key}_file"
+            raise ConfigError(f"{key} in the arguments would stay readable in Ray's tables: use {instead}")
+    settings = load_settings(arguments=args)
+    if settings.redis_url is None:
+        raise ConfigError("redis_url must be set on a cluster: all nodes share one Redis")
+    if settings.engine.kind == "vllm":
+        settings = for_one_drafter(settings)
+    check_exposure(settings)
+    check_settings(settings)
+    return settings
 
 
 def _look_for_nodes(settings: Settings) -> None:

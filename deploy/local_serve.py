@@ -135,14 +135,19 @@ class LocalServe:
             logger.warning("the replicas did not stop in time: %s", last_line(error))
 
 
+def error_line(message: str) -> str:
+    """Return the last error in a message of Serve, without its class; empty if there is none."""
+    lines = [line.strip() for line in message.splitlines() if _ERROR.match(line.strip())]
+    return _ERROR.sub("", lines[-1]) if lines else ""
+
+
 def _failure() -> str:
     """Return the last line of the error of a replica that does not start; empty if Serve knows none."""
     from ray import serve
 
     applications = serve.status().applications.values()
     messages = [part.message for application in applications for part in application.deployments.values()]
-    lines = [line.strip() for message in messages for line in message.splitlines() if _ERROR.match(line.strip())]
-    return _ERROR.sub("", lines[-1]) if lines else ""
+    return error_line("\n".join(messages))
 
 
 def _await_controller(started: Future[None]) -> None:

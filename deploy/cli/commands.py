@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from deploy.assembly import Assembly
+    from deploy.deployment import Head
+    from deploy.doctor.findings import Finding
     from deploy.embedded import Embedded
     from deploy.learning import Learning
     from osd.config import Settings
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TELL_SECONDS = 60.0
+_TELL_SECONDS, _DEPLOY_SECONDS = 60.0, 1800.0
 
 
 _SETTINGS_OF_OPTIONS = {
@@ -152,6 +154,10 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="hub id, directory or .gguf file to check instead of this machine")
     ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="Check the Ray cluster of this node for a deployment file instead.", metavar="FILE"),
+    ] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -159,9 +165,12 @@ def doctor(
     """Check packages, settings, CPU, GPU, memory, disk, Redis and port, and decode a tiny model.
 
     With MODEL, check its files, architecture and tokenizer, and compare its logits with those of transformers; this
-    may load the model twice. No started process remains. The exit code is 1 if osd up would fail.
+    may load the model twice. With --cluster, check the token, Ray, Redis, home, secrets and GPUs of all nodes. No
+    started process remains. The exit code is 1 if osd up, or osd deploy, would fail.
     """
     settings = settings_of(config, overrides)
+    if cluster is not None and (model is not None or config is not None or overrides):
+        fail("--cluster takes its settings from FILE: leave out MODEL, --config and --set")
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -170,11 +179,9 @@ def doctor(
     colours = {"ok": "green", "warning": "yellow", "failure": "red"}
     failed = False
     with Console(stderr=True).status("importing ...") as status:
-        from deploy.doctor.findings import findings
-        from deploy.doctor.model import model_findings
-
+        checks = _checks(settings, model, cluster)
         status.update("checking ...")
-        for finding in findings(settings) if model is None else model_findings(settings, model):
+        for finding in checks:
             failed |= finding.state == "failure"
             if as_json:
                 typer.echo(json.dumps(asdict(finding)))
@@ -187,6 +194,36 @@ def doctor(
             console.print(row)
     if failed:
         raise typer.Exit(BROKEN)
+
+
+def deploy(
+    file: Annotated[Path, typer.Argument(help="deployment file, such as deploy/serve.yaml", metavar="FILE")],
+) -> None:
+    """Deploy the service to the Ray cluster of this node, or change the running service.
+
+    The file and the cluster are checked first, as by osd doctor --cluster FILE; a failure leaves the running service
+    as it is. The command ends when all replicas run.
+    """
+    from rich.console import Console
+
+    from deploy.deployment import ClusterError, Head, read_deployment, read_token
+    from osd.config import ConfigError
+
+    try:
+        deployment = read_deployment(file)
+        with Console(stderr=True, highlight=False).status("checking the cluster ...") as status:
+            from deploy.doctor.cluster import cluster_findings
+
+            for finding in cluster_findings(file):
+                if finding.state == "failure":
+                    fail(finding.says)
+            head = Head(read_token())
+            head.deploy(deployment.config)
+            status.update("starting the replicas ...")
+            running = _await_deployment(head, deployment.config["applications"][0]["name"])
+    except (ConfigError, ClusterError) as error:
+        fail(error)
+    typer.echo(f"{running} replica{'s' * (running != 1)} run")
 
 
 def warm_up(
@@ -250,6 +287,7 @@ COMMANDS = tuple(
         "demo": demo,
         "learn": learn,
         "doctor": doctor,
+        "deploy": deploy,
         "drafters warm-up": warm_up,
         "vllm install": install_vllm,
     }.items()
@@ -272,6 +310,37 @@ def learned_traffic(settings: Settings) -> str:
         if settings.recalls and not settings.recall.shared:
             by_clients += ", except recall's"
     return f"from requests {consent}{by_clients}"
+
+
+def _checks(settings: Settings, model: str | None, cluster: Path | None) -> Iterator[Finding]:
+    """Return the checks of a cluster, of a model, or of this machine."""
+    if cluster is not None:
+        from deploy.doctor.cluster import cluster_findings
+
+        return cluster_findings(cluster)
+    if model is not None:
+        from deploy.doctor.model import model_findings
+
+        return model_findings(settings, model)
+    from deploy.doctor.findings import findings
+
+    return findings(settings)
+
+
+def _await_deployment(head: Head, name: str) -> int:
+    """Wait until an application runs, and return the number of its replicas; exit if it fails."""
+    from deploy.local_serve import error_line
+
+    deadline = time.monotonic() + _DEPLOY_SECONDS
+    while True:
+        status, message, running = head.state(name)
+        if status == "RUNNING":
+            return running
+        if status == "DEPLOY_FAILED":
+            fail(error_line(message) or " ".join(message.split())[:300])
+        if time.monotonic() > deadline:
+            fail(f"the replicas do not run after {_DEPLOY_SECONDS:.0f} seconds: {status}; {message[:300]}")
+        time.sleep(1)
 
 
 @contextmanager

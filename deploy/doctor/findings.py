@@ -59,7 +59,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
         "GPU": _gpu,
         "memory": _memory,
         "disk": _disk,
-        "Redis": _redis,
+        "Redis": redis_finding,
         "traces": _traces,
         "port": _port,
         "self-test": _self_test,
@@ -143,7 +143,8 @@ def _disk(settings: Settings) -> Finding:
     return Finding("disk", "warning" if free < _LEAST_FREE else "ok", says)
 
 
-def _redis(settings: Settings) -> Finding:
+def redis_finding(settings: Settings) -> Finding:
+    """Return whether Redis answers and keeps what it stores."""
     running = find(settings.home_dir)
     try:
         if running is not None:
