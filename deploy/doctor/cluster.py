@@ -84,7 +84,8 @@ def _node_findings(settings: Settings) -> Iterator[Finding]:
         file.unlink(missing_ok=True)
     silent = sorted(address for address, result in seen.items() if result is None)
     if silent:
-        yield Finding("nodes", "failure", f"{', '.join(silent)}: no answer within {_NODES_SECONDS:.0f} seconds")
+        says = f"{', '.join(silent)}: no answer within {_NODES_SECONDS:.0f} seconds"
+        yield Finding("nodes", "failure", f"{says}; check that RAY_AUTH_TOKEN_PATH can be read there")
     results = {address: result for address, result in seen.items() if result is not None}
     apart = sorted(address for address, (content, _) in results.items() if content != mark)
     if apart:

@@ -34,7 +34,11 @@ def prometheus(folder: Path, scraped: str) -> Iterator[httpx.Client]:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
     config["global"] = {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "500ms"}
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [scraped]}]
+    (folder / "api-key").write_text("a service without keys ignores it")
+    config["scrape_configs"][0] |= {
+        "static_configs": [{"targets": [scraped]}],
+        "authorization": {"credentials_file": str(folder / "api-key")},
+    }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     command = [program("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--web.listen-address={address}"]

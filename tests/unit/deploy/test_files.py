@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import jsonpatch
 import jsonschema
 import kubernetes_validate
 import pytest
+import ray
 import ray.autoscaler
 import yaml
 from packaging.requirements import Requirement
@@ -22,8 +25,9 @@ from packaging.utils import canonicalize_name
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.contradictions import check_exposure
-from osd.config import Settings, load_settings
+from osd.config import Settings, dotted, load_settings
 from serving.app import CLOSE_SECONDS
+from tests.waiting import HANG_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -72,9 +76,10 @@ def test_pods_are_valid_for_kubernetes(variant: str):
         check_kubernetes(as_pod(pod))
 
 
-@pytest.mark.parametrize("name", ["disruption", "network"])
-def test_disruption_and_network_are_valid_for_kubernetes(name: str):
-    check_kubernetes(read(KUBERAY / f"base/{name}.yaml"))
+@pytest.mark.parametrize("name", ["disruption", "network", "redis", "storage"])
+def test_other_manifests_are_valid_for_kubernetes(name: str):
+    for manifest in yaml.safe_load_all((KUBERAY / f"base/{name}.yaml").read_text()):
+        check_kubernetes(manifest)
 
 
 def test_kustomization_lists_every_file():
@@ -102,12 +107,12 @@ def test_serve_config_is_valid_and_has_no_unknown_field(name: str):
 
 def settings_of(name: str, tmp_path: Path) -> Settings:
     """Return the settings of a cluster file, with secrets in temporary files."""
-    values = {key: str(value) for key, value in serve_config(name)["applications"][0]["args"].items()}
+    values = dotted(serve_config(name)["applications"][0]["args"])
     for key in (key for key in values if key.endswith("_file")):
         secret = tmp_path / Path(values[key]).name
         secret.write_text(f"secret of {key}")
         values[key] = str(secret)
-    return load_settings(None, [f"{key}={value}" for key, value in values.items()], {})
+    return load_settings(environ={}, arguments=values)
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "serve.vllm.yaml", "kuberay"])
@@ -120,7 +125,8 @@ def test_cluster_file_has_known_settings_and_no_password(name: str, tmp_path: Pa
 
 
 def test_pod_environment_has_known_settings():
-    environment = {entry["name"]: entry["value"] for entry in container(pods(service("gpu"))["replicas"])["env"]}
+    entries = container(pods(service("gpu"))["replicas"])["env"]
+    environment = {entry["name"]: entry["value"] for entry in entries if "value" in entry}
     settings = load_settings(None, (), {name: value for name, value in environment.items() if name.startswith("OSD_")})
     assert settings.target.device == "cuda"
 
@@ -139,8 +145,12 @@ def test_grace_periods_exceed_the_drain(tmp_path: Path):
     assert pod["terminationGracePeriodSeconds"] >= int(seconds) + 20, "Ray ends after the replicas"
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= int(seconds), "pods of the previous version too"
     drain = settings_of("serve.yaml", tmp_path).serving.drain_s + CLOSE_SECONDS
-    stops = [option for option in read(ROOT / "ray_cluster.yaml")["docker"]["run_options"] if "stop-timeout" in option]
-    assert [int(option.partition("=")[2]) > drain for option in stops] == [True]
+    options = dict(option.split("=", 1) for option in read(ROOT / "ray_cluster.yaml")["docker"]["run_options"])
+    assert options["--entrypoint"] == "osd-node"
+    (leaves,) = re.findall(r"deploy\.leave (\d+)", (DEPLOY / "image/osd-node").read_text())
+    (ends,) = re.findall(r"deploy\.end (\d+)", (DEPLOY / "image/ray").read_text())
+    assert int(options["--stop-timeout"]) >= int(leaves) + 20 > drain
+    assert int(ends) > drain
     assert read(DEPLOY / "compose.yaml")["services"]["osd"]["stop_grace_period"] == "2m"
 
 
@@ -163,13 +173,13 @@ def test_pods_have_minimal_rights():
 
 def user_of_the_image() -> int:
     image = (DEPLOY / "Dockerfile").read_text()
-    (made,), (used,) = re.findall(r"--uid (\d+)", image), re.findall(r"^USER (\d+)$", image, re.MULTILINE)
-    assert made == used
-    return int(used)
+    (made,), used = re.findall(r"--uid (\d+)", image), re.findall(r"^USER (\d+)$", image, re.MULTILINE)
+    assert used == [made] * 2, "the targets cpu and gpu"
+    return int(made)
 
 
 def test_pods_mount_every_secret_that_they_read():
-    args = serve_config("kuberay")["applications"][0]["args"]
+    args = dotted(serve_config("kuberay")["applications"][0]["args"])
     for pod in pods(service("base")).values():
         secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
         paths = [mount["mountPath"] for mount in container(pod)["volumeMounts"] if mount["name"] in secrets]
@@ -216,6 +226,43 @@ def test_cluster_survives_its_head_and_requires_a_token():
     assert "RAY_REDIS_ADDRESS=" in by_ssh["head_start_ray_commands"][-1]
 
 
+def test_silent_head_or_redis_of_40_seconds_loses_no_node():
+    (by_ssh,) = re.findall(r"timeout_ms=(\d+)", read(ROOT / "ray_cluster.yaml")["head_start_ray_commands"][-1])
+    in_pods = {entry["name"]: entry.get("value") for entry in container(pods(service("base"))["head"])["env"]}
+    assert in_pods["RAY_health_check_timeout_ms"] == by_ssh
+    checks, between = ray._config.health_check_failure_threshold(), int(in_pods["RAY_health_check_period_ms"])
+    assert 40_000 < checks * int(by_ssh) <= checks * (int(by_ssh) + between) <= 50_000
+
+
+def test_autoscaling_of_pods_and_replicas_have_the_same_limits(tmp_path: Path):
+    cluster, serving = service("base")["spec"]["rayClusterConfig"], settings_of("kuberay", tmp_path).serving
+    (group,) = cluster["workerGroupSpecs"]
+    assert cluster["enableInTreeAutoscaling"]
+    assert serving.replicas_per_node == 1
+    assert (group["minReplicas"], group["maxReplicas"]) == (serving.replicas, serving.replica_limit)
+
+
+def test_only_the_autoscaler_mounts_a_token_of_kubernetes():
+    cluster = service("base")["spec"]["rayClusterConfig"]
+    tokens = {
+        volume["name"]
+        for pod in pods(service("base")).values()
+        for volume in pod["volumes"]
+        if any("serviceAccountToken" in source for source in volume.get("projected", {}).get("sources", ()))
+    }
+    assert tokens == {mount["name"] for mount in cluster["autoscalerOptions"]["volumeMounts"]}
+    for pod in pods(service("base")).values():
+        assert tokens.isdisjoint(mount["name"] for mount in container(pod)["volumeMounts"])
+
+
+def test_secrets_of_the_manifests_are_those_that_the_script_makes():
+    script = (KUBERAY / "secrets.sh").read_text()
+    base = "".join(file.read_text() for file in sorted((KUBERAY / "base").iterdir()))
+    used = {*re.findall(r"name: osd, key: ([\w-]+)", base), *re.findall(r"/run/secrets/osd/([\w-]+)", base)}
+    used |= {"tls.key", "tls.crt"}
+    assert used == set(re.findall(r"--from-file=([\w.-]+)", script))
+
+
 def test_ray_cluster_file_is_valid_for_ray_up():
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     jsonschema.validate(read(ROOT / "ray_cluster.yaml"), schema)
@@ -242,7 +289,7 @@ def test_hashed_requirements_of_the_image_agree_with_the_project():
     lines = [line for line in (DEPLOY / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
     pins = dict(re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)  # type: ignore[union-attr]
     assert len(pins) == len(lines)
-    for name, requirement in requirements_of({"", "serve", "cluster", "otel", "s3"}).items():
+    for name, requirement in requirements_of({"", "serve", "cluster", "gpu", "otel", "s3"}).items():
         assert requirement.specifier.contains(pins[name], prereleases=True), name
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     tested = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in constraints)}
@@ -263,10 +310,71 @@ def test_compose_gives_no_rights_and_hides_passwords():
     assert compose["osd"]["read_only"]
     assert compose["redis"]["read_only"]
     assert "requirepass $$REDIS_PASSWORD" in compose["redis"]["command"][-1]  # the shell reads the variable
-    environment = compose["osd"]["environment"]
-    check_exposure(load_settings(None, (), {"OSD_SERVING__HOST": "0.0.0.0", **environment}))  # noqa: S104
+    values = {**dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "compose.env").read_text(), re.M)), "OSD_API_KEY": "k"}
+    environment = {name: filled(text, values) for name, text in compose["osd"]["environment"].items()}
+    settings = load_settings(environ={"OSD_SERVING__HOST": "0.0.0.0", **environment})  # noqa: S104
+    check_exposure(settings)
+    assert settings.target.source == values["OSD_MODEL"]
+    assert settings.serving.api_key is not None
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    """Return a value of a compose file with the variables of an env file."""
+    return re.sub(r"\$\{(\w+)[^}]*\}", lambda match: values[match[1]], text)
+
+
+def test_compose_pins_images_and_prometheus_sends_the_key():
+    compose = read(DEPLOY / "compose.yaml")
+    assert all(re.search(r":v?\d+\.\d+\.\d+$", service["image"]) for service in compose["services"].values())
+    (scrape,) = read(DEPLOY / "prometheus.yml")["scrape_configs"]
+    (secret,) = compose["services"]["prometheus"]["secrets"]
+    assert scrape["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
+    assert compose["secrets"][secret] == {"environment": "OSD_API_KEY"}
 
 
 def test_image_has_the_programs_of_probes_and_ray_up():
-    installed = re.findall(r"--no-install-recommends (.*?) &&", (DEPLOY / "Dockerfile").read_text())[-1].split()
-    assert {"rsync", "wget"} <= set(installed)
+    build, base, gpu = re.findall(r"--no-install-recommends (.*?) &&", (DEPLOY / "Dockerfile").read_text())
+    assert {"openssh-client", "rsync", "wget"} <= set(base.split())
+    assert build == gpu == "gcc libc6-dev"
+    assert "HF_HOME=/data/" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_scripts_are_valid_and_can_be_run():
+    for script in (DEPLOY / "image/osd-node", DEPLOY / "image/ray", KUBERAY / "secrets.sh"):
+        assert script.stat().st_mode & 0o111 == 0o111
+        subprocess.run(["/bin/bash", "-n", script], check=True)
+
+
+def test_ray_stop_ends_the_service_and_other_commands_do_not(tmp_path: Path):
+    for name in ("python", "ray-command"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for arguments, expected in {
+        "stop": "python -m deploy.end 120\nray-command stop\n",
+        "stop --force": "ray-command stop --force\n",
+        "start --head": "ray-command start --head\n",
+    }.items():
+        command = [DEPLOY / "image/ray", *arguments.split()]
+        assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == expected
+
+
+def test_node_drains_when_its_container_is_stopped(tmp_path: Path):
+    python, called = tmp_path / "python", tmp_path / "called"
+    python.write_text(f'#!/bin/sh\necho "$@" > {called}\n')
+    python.chmod(0o755)
+    started = tmp_path / "started"
+    sleep = tmp_path / "sleep"
+    sleep.write_text(f'#!/bin/sh\ntouch {started}\nexec /bin/sleep "$@"\n')
+    sleep.chmod(0o755)
+    node = subprocess.Popen(
+        [DEPLOY / "image/osd-node", "bash"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, process_group=0
+    )
+    try:
+        wait_until(started.exists)
+        node.terminate()
+        assert node.wait(HANG_SECONDS) == 0
+    finally:
+        os.killpg(node.pid, signal.SIGKILL)
+    assert called.read_text() == "-m deploy.leave 90\n"

@@ -55,6 +55,17 @@ def swallowing(app):
     return quiet
 
 
+async def test_messages_after_the_limit_are_dropped_quietly():
+    finished = []
+
+    async def late(scope, receive, send):
+        await swallowing(slow)(scope, receive, send)
+        finished.append(True)
+
+    start, _ = await ask(late)
+    assert (start["status"], finished) == (503, [True])
+
+
 @pytest.mark.parametrize("wrap", [swallowing, lambda app: app])
 async def test_silence_before_the_answer_is_503(wrap):
     start, body = await ask(wrap(slow))
