@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo bench test mutants soak faults cluster vllm quality browser prometheus
+.PHONY: help install develop demo bench test mutants soak faults cluster image kube vllm release quality browser prometheus
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -51,8 +51,17 @@ soak: develop ## Run the slow tests: output laws over a hundred thousand runs, w
 faults: develop ## Break the processes, connections and disks of a service, and print promises and results
 	$(BIN)/python -m pytest -m 'fault and not cluster' $(ARGS)
 
-cluster: develop ## Run the service on several Ray nodes on this machine, remove some, and print the results
-	$(BIN)/python -m pytest -m cluster $(ARGS)
+cluster: develop ## Run the service on machines made of namespaces, cut and remove some, and print the results; needs root
+	$(BIN)/python -m pytest -m 'cluster and not soak' -rs --durations=0 --durations-min=1 $(ARGS)
+
+image: develop ## Build the images, run the image for CPUs without rights, chat and stop it, and print the results
+	$(BIN)/python -m pytest -m image tests/image -v -rsP --durations=0 --durations-min=1 $(ARGS)
+
+kube: develop ## Check the manifests for Kubernetes and run their pods on machines made of namespaces; CRD=FILE of KubeRay
+	OSD_TEST_CRD=$(CRD) $(BIN)/python -m pytest -m kube tests/kube -v -rs --durations=0 --durations-min=1 $(ARGS)
+
+release: develop ## Build source archive, wheel and bill of materials into dist/, and check versions and changelog
+	$(BIN)/python -m tests.release
 
 vllm: develop ## Test capture inside real vLLM processes, then our drafters there; ARGS="--stream FILE --draft recall"
 	$(BIN)/python -m pytest -m vllm tests/vllm

@@ -23,9 +23,9 @@ _MOMENT_SECONDS = 0.1
 class ClientThread(threading.Thread):
     """Client thread that requests one completion; ``join`` waits for the end."""
 
-    def __init__(self, url: str, **fields: Any) -> None:
+    def __init__(self, url: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
         super().__init__(daemon=True)
-        self._url = f"{url}/v1/completions"
+        self._url, self._headers = f"{url}/v1/completions", headers
         self._body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, **fields}
         self.streams = bool(fields.get("stream"))
         self.started = threading.Event()
@@ -38,7 +38,7 @@ class ClientThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx2.stream("POST", self._url, json=self._body, timeout=_SECONDS) as response:
+            with httpx2.stream("POST", self._url, json=self._body, headers=self._headers, timeout=_SECONDS) as response:
                 self.status, self.headers = response.status_code, response.headers
                 for chunk in response.iter_raw():
                     self.body += chunk
@@ -77,20 +77,21 @@ class ClientThread(threading.Thread):
 
 @dataclass
 class Service:
-    """Service on a local port."""
+    """Service at a port of this machine, or of another host."""
 
     port: int
     headers: dict[str, str] = field(default_factory=dict, kw_only=True)
+    host: str = field(default="127.0.0.1", kw_only=True)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def in_flight(self, streams: int, answers: int, **fields: Any) -> list[ClientThread]:
         """Start long completions one after the other, so that each replica gets its share."""
         clients = []
         for stream in [True] * streams + [False] * answers:
-            clients.append(ClientThread(self.url, max_tokens=LONG, stream=stream, **fields))
+            clients.append(ClientThread(self.url, self.headers, max_tokens=LONG, stream=stream, **fields))
             clients[-1].started.wait(60 if stream else _MOMENT_SECONDS)
         assert all(client.started.is_set() for client in clients[:streams])
         # The arrival of a request without a stream shows only in the load of the replicas.
@@ -110,7 +111,8 @@ class Service:
 
     def versions(self) -> dict[str, int]:
         """Return the drafter version of each replica that reports."""
-        replicas = httpx2.get(f"{self.url}/dashboard/data", timeout=30).raise_for_status().json()["replicas"]
+        data = httpx2.get(f"{self.url}/dashboard/data", headers=self.headers, timeout=30).raise_for_status().json()
+        replicas = data["replicas"]
         return {replica["name"]: replica["version"] for replica in replicas}
 
     def metric(self, name: str) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-FAULT_MARKS = ("fault and not cluster", "cluster")
+FAULT_MARKS = ("fault and not cluster", "cluster and not soak")
 """Mark expressions of the two commands."""
 HEAD = ("fault", "promise", "process", "kept", "lost", "client errors", "recovery in seconds", "date")
 

@@ -27,6 +27,23 @@ TRAINING = "role=training"
 RANK, TRAINER = "RayTrainWorker", "DistributedTrainer"
 RECOVERY_SECONDS = 180.0
 DOMAIN = "general"
+SETTINGS: dict[str, object] = {
+    "target.source": "/data/tiny",
+    "target.dtype": "float32",
+    "engine.slots": 8,
+    "engine.context": 1024,
+    "engine.threads": 1,
+    "drafter.kind": "eagle",
+    "drafter.vocabulary": 128,
+    "growth.kind": "chain",
+    "growth.governed": False,  # drafts do not pay on such a small target
+    "trainer.node_labels": [TRAINING],
+    "trainer.min_records": 4,
+    "trainer.steps_per_candidate": 15,
+    "trainer.price": 0,  # train regardless of the gain
+    "trainer.duty": 1,
+    "trainer.tracking": "none",
+}
 
 
 @dataclass
@@ -38,6 +55,10 @@ class Cluster(Service):
     @property
     def registry(self) -> Registry:
         return Registry(self.nodes.home / "registry")
+
+    def deploy(self) -> None:
+        """Deploy the service with the settings of the tests."""
+        self.nodes.deploy(**SETTINGS)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind."""
@@ -59,6 +80,10 @@ class Cluster(Service):
             put(pointer, DOMAIN, Rollout(number, None, 0.0, now))
         return now
 
+    def at(self, node: Node) -> Service:
+        """Return the service at the proxy of a node."""
+        return Service(self.port, headers=self.headers, host=node.ip)
+
     def serving(self) -> list[Node]:
         """Return the nodes for replicas."""
         return [node for node in self.nodes.joined if not node.labels]
@@ -76,6 +101,8 @@ class Cluster(Service):
         """Restore the initial nodes, replicas and training processes."""
         while len(self.training()) < 2:
             self.nodes.join(0, TRAINING)
+        for node in [node for node in self.serving() if node.machine.process.poll() is not None]:
+            self.nodes.lose(node)
         while len(self.serving()) < REPLICAS:
             self.nodes.join(1)
         wait(lambda: len(self.nodes.replicas()) == REPLICAS and len(self.loads()) == REPLICAS)
@@ -115,6 +142,6 @@ class Traffic:
             with self._lock:
                 if (prompt := next(self._prompts, None)) is None:
                     return
-                client = ClientThread(self._service.url, prompt=prompt, **self._fields)
+                client = ClientThread(self._service.url, self._service.headers, prompt=prompt, **self._fields)
                 self.clients.append(client)
             client.join()

@@ -19,17 +19,17 @@ UNSEEN = {"store": False}
 """Request fields that keep an answer out of training."""
 
 
-def counts(port: int) -> dict[str, float]:
+def counts(service: Service) -> dict[str, float]:
     """Return the counters in ``/metrics`` of a proxy."""
-    return {name: Service(port).metric(name) for name in COUNTED}
+    return {name: service.metric(name) for name in COUNTED}
 
 
-def settled(port: int) -> dict[str, float]:
+def settled(service: Service) -> dict[str, float]:
     """Return the counters once every replica has reported its last work."""
     while True:
-        before = counts(port)
+        before = counts(service)
         time.sleep(2 * REPORT_SECONDS)
-        if counts(port) == before:
+        if counts(service) == before:
             return before
 
 
@@ -58,15 +58,15 @@ def test_rollout_reaches_all_replicas_under_load(cluster):
 
 
 def test_every_proxy_sums_the_metrics_of_all_nodes(cluster):
-    before, ports = settled(cluster.port), [node.port for node in cluster.serving()]
+    before, proxies = settled(cluster), [cluster.at(node) for node in cluster.serving()]
     requests = 0
-    for port in ports:
+    for proxy in proxies:
         for _ in range(4):
-            assert Service(port).complete(max_tokens=5, **UNSEEN).status_code == 200
+            assert proxy.complete(max_tokens=5, **UNSEEN).status_code == 200
             requests += 1
     expected = [before[COUNTED[0]] + 5 * requests, before[COUNTED[1]] + 5 * requests, before[COUNTED[2]] + requests]
-    for port in (cluster.port, *ports):
-        wait(lambda port=port: list(counts(port).values()) == expected, seconds=10)
+    for proxy in (cluster, *proxies):
+        wait(lambda proxy=proxy: list(counts(proxy).values()) == expected, seconds=10)
 
 
 @pytest.mark.fault(
@@ -77,7 +77,7 @@ def test_every_proxy_sums_the_metrics_of_all_nodes(cluster):
 )
 def test_lost_node_loses_only_the_requests_it_decoded(cluster, fault_result):
     cluster.nodes.join(1)
-    before = settled(cluster.port)
+    before = settled(cluster)
     clients = cluster.in_flight(streams=6, answers=2, **UNSEEN)
     decoding = cluster.loads()
     (name, node), *_ = cluster.nodes.replicas().items()
@@ -99,7 +99,7 @@ def test_lost_node_loses_only_the_requests_it_decoded(cluster, fault_result):
     assert [client for client in failed if client.started_at > lost_at] == []
     assert len([client for client in failed if client in clients]) <= decoding[name]
     wait(lambda: set(cluster.versions().values()) == {number})
-    after = counts(cluster.port)
+    after = counts(cluster)
     assert all(after[key] >= before[key] for key in COUNTED), (before, after)
     assert fault_result.seconds <= RECOVERED_SECONDS
 

@@ -1,0 +1,22 @@
+#!/bin/bash
+# Make a stand-in for Docker's image of Python from Debian's packages: base.sh ENGINE NAME. Python is in /usr instead of
+# /usr/local. ENGINE is podman or buildah; needs mmdebstrap.
+set -euo pipefail
+engine=$1 name=$2
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+mmdebstrap --variant=minbase --quiet \
+    --include=python3.11,python3-pip,python3-dev,python3-venv,ca-certificates,tzdata bookworm "$folder/root.tar"
+cat > "$folder/Containerfile" <<'X'
+FROM scratch
+ADD root.tar /
+RUN ln -sf /usr/bin/python3.11 /usr/local/bin/python && ln -sf /usr/bin/python3.11 /usr/local/bin/python3 && \
+    rm -f /usr/lib/python3.11/EXTERNALLY-MANAGED && \
+    apt-get purge -y -q gcc g++ gcc-12 g++-12 cpp cpp-12 build-essential make libc6-dev dpkg-dev && \
+    rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*
+ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin LANG=C.UTF-8
+CMD ["python3"]
+X
+isolation=()
+if [ "$engine" = buildah ]; then isolation=(--isolation chroot); fi
+"$engine" build "${isolation[@]}" --format docker --tag "$name" --file "$folder/Containerfile" "$folder"

@@ -1,0 +1,102 @@
+"""Build a release into dist/ and check it: `make release`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from setuptools import build_meta
+
+ROOT = Path(__file__).parents[2]
+DIST = ROOT / "dist"
+CYCLONEDX = "cyclonedx-bom==7.5.0"
+VERSIONED = {
+    "CHANGELOG.md": r"^## (\S+)",
+    "ray_cluster.yaml": r"image: osd:(\S+)",
+    "deploy/compose.yaml": r"image: osd:(\S+)",
+    "deploy/kuberay/base/kustomization.yaml": r"newTag: ([^\s}]+)",
+}
+"""Files that name the version, and where the first name is."""
+
+
+class ReleaseError(Exception):
+    """Error of a part of the release; its message is one line that says what to correct."""
+
+
+def version() -> str:
+    """Return the version of the project.
+
+    Raises:
+        ReleaseError: a file names another version.
+    """
+    number: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for name, pattern in VERSIONED.items():
+        named = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
+        if named is None or named[1] != number:
+            found = "no version" if named is None else f"version {named[1]}"
+            raise ReleaseError(f"{name} has {found}, and pyproject.toml has {number}: make them equal")
+    return number
+
+
+def build() -> str:
+    """Build the source archive, and the wheel from its content; return their names and sizes."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    DIST.mkdir()
+    source = DIST / build_meta.build_sdist(str(DIST))
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(source) as archive:
+            archive.extractall(folder, filter="data")
+        (unpacked,) = Path(folder).iterdir()
+        command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--quiet"]
+        _run([*command, "--no-build-isolation", "--wheel-dir", str(DIST), str(unpacked)])
+    (wheel,) = DIST.glob("*.whl")
+    kernels = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    return f"{_size(source)}; {_size(wheel)} with {len(kernels)} kernel libraries"
+
+
+def bill() -> str:
+    """Write the bill of materials of the image in CycloneDX's format; return its name and content."""
+    file = DIST / f"osd-{version()}.cdx.json"
+    with tempfile.TemporaryDirectory() as folder:
+        _run([sys.executable, "-m", "venv", folder])
+        _run([f"{folder}/bin/pip", "install", "--disable-pip-version-check", "--quiet", CYCLONEDX])
+        options = ["--pyproject", str(ROOT / "pyproject.toml"), "--output-format", "JSON", "--output-file", str(file)]
+        _run([f"{folder}/bin/cyclonedx-py", "requirements", *options, str(ROOT / "deploy/requirements.txt")])
+    return f"{file.name}: {len(json.loads(file.read_text())['components'])} packages"
+
+
+def main() -> None:
+    """Run all parts and print a line for each; exit with 1 after the first error."""
+    parts: dict[str, Callable[[], str]] = {"version": version, "build": build, "bill of materials": bill}
+    begun = time.monotonic()
+    for name, part in parts.items():
+        try:
+            print(f"{name:18} {part()}", flush=True)
+        except ReleaseError as error:
+            sys.exit(f"{name:18} {error}")
+    print(f"{'time':18} {time.monotonic() - begun:.0f} s; CONTRIBUTING.md has the commands that publish dist/")
+
+
+def _size(file: Path) -> str:
+    return f"{file.name} {file.stat().st_size / (1 << 20):.1f} MiB"
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise ReleaseError(f"{' '.join(command[:4])} failed: {lines[-1] if lines else done.returncode}")
+
+
+if __name__ == "__main__":
+    main()
