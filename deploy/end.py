@@ -1,6 +1,7 @@
-"""End of the service on a Ray cluster: ``python -m deploy.end``, before ``ray stop`` on the head.
+"""End of the service before ``ray stop``: ``python -m deploy.end SECONDS``.
 
-New requests get 503, and the replicas finish the requests that they decode.
+On the head new requests get 503, and the replicas finish the requests that they decode. Any other node leaves the
+cluster as by ``deploy.leave``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import logging
 import sys
 import time
 
+import psutil
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
+
+from deploy.leave import leave
 
 _LOOK_SECONDS = 0.2
 
@@ -38,9 +42,15 @@ def end(seconds: float) -> bool:
     return True
 
 
+def is_head() -> bool:
+    """Return whether the head of a cluster runs on this machine."""
+    return any(process.info["name"] == "gcs_server" for process in psutil.process_iter(["name"]))
+
+
 if __name__ == "__main__":
+    seconds = int(sys.argv[1])
     try:
-        ended = end(float(sys.argv[1]))
+        ended = end(seconds) if is_head() else leave(seconds)
     except (ConnectionError, RuntimeError) as error:
-        sys.exit(f"no Ray runs on this node: {' '.join(str(error).split())[:200]}")
+        sys.exit(f"Ray does not answer on this node: {' '.join(str(error).split())[:200]}")
     sys.exit(0 if ended else "replicas still decode, and their requests are cut off")
