@@ -72,9 +72,10 @@ class VllmServer:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Ray Serve calls this when the replica is ready."""
         from serving.http.carried_body import CarriedBody
+        from serving.http.liveness import SignsOfLife
         from serving.vllm.application import create_app
 
-        return CarriedBody(self._requests.guard(create_app(self._service, self._vllm.app)))
+        return SignsOfLife(CarriedBody(self._requests.guard(create_app(self._service, self._vllm.app))))
 
     async def check_health(self) -> None:
         """Raise if vLLM's engine has ended; Ray Serve then replaces the replica."""
