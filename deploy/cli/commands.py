@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -277,7 +278,7 @@ def install_vllm(
         python = install(directory, lambda step: typer.echo(step, err=True))
     except (InstallError, PythonError) as error:
         fail(error)
-    typer.echo(f"osd up --set engine.kind=vllm --set engine.vllm.python={python}")
+    typer.echo(f"osd up --set engine.kind=vllm --set engine.vllm.python={shlex.quote(str(python))}")
 
 
 COMMANDS = tuple(

@@ -61,7 +61,7 @@ class UpstreamCounts:
         before, counts = self._before, self._counts
         if before is not None:
             counts.update(self._increments(before, now))
-            counts["swaps"] += now.version != before.version
+            counts["swaps"] += 0 < before.version != now.version  # 0: the version was not known yet
         self._before = now
         load: dict[Name, float] = {"running": now.running, "waiting": now.waiting}
         return Report(name, time.time(), now.version, True, dict(counts), load)

@@ -65,7 +65,7 @@ class VllmService:
         self._feeds = data.Feeds(settings, redis_url, Registry(storage_of(settings)), self._events)
         self._counts = UpstreamCounts(settings.drafter.distilled.kind)
         # The counters of a report are increments, and the first report counts from the start of vLLM.
-        self._counts.report(name, UpstreamReport(0.0, settings.domain, read_report(settings.domain).version))
+        self._counts.report(name, UpstreamReport(0.0, settings.domain))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="counter-reporter", daemon=True)
         self._thread.start()
@@ -116,7 +116,8 @@ class VllmService:
         while not self._stop.wait(pause):
             try:
                 report = self.report()
-                pause = self._shared.push(report) or self._local.push(report)
+                local = self._local.push(report)
+                pause = self._shared.push(report) or local
             except Exception:  # vLLM registers new metrics while they are read: report again in a second
                 logger.exception("the counters of vLLM cannot be reported")
 

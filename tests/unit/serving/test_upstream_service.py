@@ -18,3 +18,9 @@ def test_upstream_report_has_the_time_of_its_arrival(monkeypatch: pytest.MonkeyP
         reports.append(counts.report("tap", UpstreamReport(now - 0.9, "general", 1, rounds=rounds)))
         assert reports[-1].time == now
     assert reports[-1].counters["rounds"] == 20
+
+
+def test_only_a_change_of_a_known_version_is_a_swap() -> None:
+    counts = UpstreamCounts("eagle")
+    swaps = [counts.report("vllm", UpstreamReport(1.0, "general", version)).counters for version in (0, 1, 1, 2)]
+    assert [counters.get("swaps", 0) for counters in swaps] == [0, 0, 0, 1]
