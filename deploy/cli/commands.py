@@ -268,8 +268,8 @@ def install_vllm(
 ) -> None:
     """Make an environment with vLLM for replicas with engine.kind=vllm.
 
-    It gets vLLM, or its build for CPUs on a machine without a GPU from NVIDIA, and the packages that a replica needs, in
-    fixed versions. Python and Ray are those of this environment.
+    It gets vLLM, or its build for CPUs on a machine without a GPU from NVIDIA, and the packages that a replica needs,
+    in fixed versions. Python and Ray are those of this environment.
     """
     from deploy.vllm.environment import PythonError
     from deploy.vllm.install import InstallError, install
