@@ -23,7 +23,7 @@ MIN_SCORE = 0.2
 HELD_OUT_SCORE = 0.5
 """Score of every held-out request. All have the same score, so that the held-out sample is not biased."""
 
-_DOMAINS = 64
+_UNTRAINED = 64  # domains without a trainer that are remembered; clients can send any name
 
 
 class RecordWorth:
@@ -63,8 +63,8 @@ class RecordWorth:
         is_known = domain in self._domains
         self._domains.pop(domain, None)
         self._domains[domain] = None
-        while len(self._domains) > _DOMAINS:
-            self._domains.pop(next(iter(self._domains)))
+        for untrained in [name for name in self._domains if name not in self._state_shares][:-_UNTRAINED]:
+            del self._domains[untrained]
         now = self._clock()
         if is_known and now < self._next_read:
             return

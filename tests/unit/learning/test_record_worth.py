@@ -86,12 +86,18 @@ def test_reports_are_read_every_five_seconds_and_kept():
     assert len(reports.reads) == 3
 
 
-def test_reports_of_at_most_64_domains_are_read():
-    worth, reports = None, Reports()
-    worth = worth_of(reports)
-    for number in range(100):
-        worth(record(f"d{number}"))
-    assert max(map(len, reports.reads)) == 64
+def test_trained_domains_stay_known_among_many_others():
+    trained = {f"t{number}": Training(states_wanted=0.05) for number in range(100)}
+    reports, clock = Reports(**trained), Clock()
+    worth = worth_of(reports, clock)
+    for name in [*trained, *(f"d{number}" for number in range(100))]:
+        worth(record(name))
+    assert max(map(len, reports.reads)) == 100 + 64
+    clock.sleep(6.0)
+    worth(record("d99"))
+    assert reports.reads[-1] == [*trained, *(f"d{number}" for number in range(36, 100))]
+    kept = sum(worth.states_weight("t0", f"r{number}") > 0 for number in range(500))
+    assert 0 < kept < 250
 
 
 def test_states_are_sampled_as_the_trainer_asks():
