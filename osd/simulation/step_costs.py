@@ -107,10 +107,10 @@ class MeasuredStepCosts:
         self.version_bytes, self.tokens_per_second = measured.version_bytes, measured.tokens_per_second
         model, kind = CostModel.of(measured.table), measured.drafter
         slots = settings.engine.slots
-        self._rounds = model.steps(slots * (1 + depth) + settings.engine.prefill_chunk).copy()
+        self._steps = model.steps(slots * (1 + depth) + settings.engine.prefill_chunk).copy()
         plain = [model.plain_step(max(streams, 1)) for streams in range(slots + 1)]
-        self._spared = np.maximum(self._rounds[: slots + 1] - plain, 0.0)  # seconds saved by a step without drafts
-        self._rows = np.arange(len(self._rounds))
+        self._spared = np.maximum(self._steps[: slots + 1] - plain, 0.0)  # seconds saved by a step without drafts
+        self._rows = np.arange(len(self._steps))
         self._drafts = np.arange(depth + 1)
         self._proposals = [
             np.array([model.proposal(kind, max(streams, 1), n) for n in range(depth + 1)])
@@ -119,7 +119,7 @@ class MeasuredStepCosts:
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
         """Return the seconds [n] of steps, interpolated in the measurements; see ``StepCosts.seconds``."""
-        seconds = np.interp(streams * (1 + nodes) + reading, self._rows, self._rounds)
+        seconds = np.interp(streams * (1 + nodes) + reading, self._rows, self._steps)
         seconds = seconds + np.interp(nodes, self._drafts, self._proposals[streams])
         return seconds - np.where(nodes > 0, 0.0, self._spared[streams])
 
@@ -128,7 +128,7 @@ class MeasuredStepCosts:
 
         It is ``most`` if no request decodes; see ``StepCosts.chunk`` for the arguments.
         """
-        return prompt_chunk(self._rounds, decoding, reading, most) if decoding else most
+        return prompt_chunk(self._steps, decoding, reading, most) if decoding else most
 
 
 @dataclass(frozen=True)
@@ -208,12 +208,12 @@ class PublishedStepCosts:
         self._bandwidth, self._operations = gpu.bandwidth * costs.efficiency, gpu.operations * costs.efficiency
         self._model, self._host, self._context = model, costs.host_ms / 1e3, costs.context
         self._step = self.version_bytes / self._bandwidth
-        self._rounds: dict[int, np.ndarray] = {}
+        self._by_decoding: dict[int, np.ndarray] = {}
         self._chunk = settings.engine.prefill_chunk
 
     def seconds(self, streams: int, nodes: np.ndarray, reading: float) -> np.ndarray:
         """Return the seconds [n] of steps with ``nodes`` [n] nodes per stream, computed from the roofline."""
-        return self._round(streams, streams * (1 + nodes) + reading) + np.ceil(nodes) * self._step
+        return self._step_seconds(streams, streams * (1 + nodes) + reading) + np.ceil(nodes) * self._step
 
     def chunk(self, decoding: int, reading: int, most: int) -> int:
         """Return the prompt tokens that a step reads, as ``prompt_chunk`` chooses by the computed seconds of steps.
@@ -222,11 +222,11 @@ class PublishedStepCosts:
         """
         if not decoding:
             return most
-        if decoding not in self._rounds:
-            self._rounds[decoding] = self._round(decoding, np.arange(decoding + self._chunk + 1))
-        return prompt_chunk(self._rounds[decoding], decoding, reading, most)
+        if decoding not in self._by_decoding:
+            self._by_decoding[decoding] = self._step_seconds(decoding, np.arange(decoding + self._chunk + 1))
+        return prompt_chunk(self._by_decoding[decoding], decoding, reading, most)
 
-    def _round(self, streams: int, rows: np.ndarray) -> np.ndarray:
+    def _step_seconds(self, streams: int, rows: np.ndarray) -> np.ndarray:
         reads = self._model.parameters * _BYTES + streams * self._context * self._model.kv_bytes
         computes = 2 * self._model.parameters * rows / self._operations
         return np.maximum(reads / self._bandwidth, computes) + self._host
