@@ -15,11 +15,10 @@ import typer
 from torch import Tensor
 
 from benchmarks.engine import closed_forms
-from benchmarks.engine.rules import RuleComparison, RulePlan, draw_kinds, report
+from benchmarks.engine.rules import RuleComparison, RulePlan, draw_kinds, exceeds, report
 from benchmarks.engine.rules import rules as live_rules
 from benchmarks.engines import BenchError
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, Temperatures, TopP
-from benchmarks.turns import Mean
 from osd.capture.tail import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
 from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
@@ -183,6 +182,6 @@ def compare(positions: TracePositions, drafts: int, repeats: int = 8) -> RuleCom
             exact = closed_forms.acceptance(rule.name, positions.p, positions.q, kind.drafts, kind.draw)
             row = kind.result(rule, None, accepted_first[rule.name], exact, bound)
             rows.append(row)
-            if Mean.of(bound - accepted_first[rule.name]).below_zero or row.acceptance > row.bound + 1e-6:
+            if exceeds(bound, accepted_first[rule.name], exact):
                 broken.append(row.above)
     return RuleComparison(sampling.temperature, sampling.top_p, len(positions.p), rows, broken)

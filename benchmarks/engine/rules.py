@@ -311,6 +311,11 @@ def _measure_step(
     live.advance(*chain_verdicts[0])
 
 
+def exceeds(bound: Tensor, first: Tensor, formula: Tensor | None) -> bool:
+    """Return whether a rule accepts more than the bound, all [N] per context: by formula, or beyond the error."""
+    return Mean.of(bound - first).below_zero or (formula is not None and bool((formula > bound + 1e-6).any()))
+
+
 def _compare(
     kinds: list[DrawKind], samples: dict[tuple[str, str], list[RuleSample]], sampling: SamplingParams
 ) -> RuleComparison:
@@ -327,7 +332,7 @@ def _compare(
             formula = torch.cat(exact) if len(exact) == len(rule_samples) and not uses_whole_tree else None
             row = kind.result(rule, Mean.of(1 + kept[kind.name, rule.name]), first, formula, bound)
             rows.append(row)
-            if Mean.of(bound - first).below_zero or (formula is not None and bool((formula > bound + 1e-6).any())):
+            if exceeds(bound, first, formula):
                 broken.append(row.above)
     for draw, better, worse in _NEVER_LESS:
         gain = Mean.of(kept[draw, better] - kept[draw, worse])
