@@ -48,7 +48,8 @@ class Assignment(msgspec.Struct, frozen=True):
 class AssemblerProcess:
     """Assembler of traces in a process of the lowest priority, which a thread starts again when it ends.
 
-    No method waits for the process. A record that finds the ring full is dropped and counted.
+    No method waits for the process. A record that finds the ring full is dropped and counted. The ring is deleted when
+    no process needs it any more. Every thread may call all methods.
     """
 
     def __init__(self, origin: TraceOrigin) -> None:
@@ -57,29 +58,58 @@ class AssemblerProcess:
         Raises:
             osd.vllm.ring.RingError: there is not enough shared memory.
         """
-        self._ring = Ring.create()
+        ring = Ring.create()
+        self._ring: Ring | None = ring
+        self._last = ring.counters()  # after the ring is deleted
+        self._lock = threading.Lock()  # of the ring
         member = f"vllm-{socket.gethostname()}-{os.getpid()}"
-        self._assignment = Assignment(self._ring.name, os.getpid(), member, origin)
+        self._assignment = Assignment(ring.name, os.getpid(), member, origin)
         self._restarts = 0
         self._closed = threading.Event()
         atexit.register(self.close)
         threading.Thread(target=self._watch, name="osd-assembler", daemon=True).start()
 
     def put(self, record: StepRecord) -> bool:
-        """Send a record to the assembler; return False when it is dropped. For one thread."""
-        return self._ring.put(encode(record))
+        """Send a record to the assembler; return False when it is dropped."""
+        parts = encode(record)
+        with self._lock:
+            return self._ring is not None and self._ring.put(parts)
 
     def counters(self) -> dict[str, int]:
         """Return the counters of the ring, and the number of ``restarts`` of the process."""
-        return {**self._ring.counters(), "restarts": self._restarts}
+        with self._lock:
+            counters = self._last if self._ring is None else self._ring.counters()
+        return {**counters, "restarts": self._restarts}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process ended for good, so that the ring is deleted."""
+        return self._ring is None
+
+    def end(self) -> None:
+        """Let the process write the traces of the records that it has, and end; then the ring is deleted."""
+        self._closed.set()
 
     def close(self) -> None:
-        """Delete the ring; the process writes the traces of the records that it has, and ends."""
+        """End the process in the same way, and delete the ring at once."""
         atexit.unregister(self.close)
-        self._closed.set()
-        self._ring.close()
+        self.end()
+        self._delete_ring()
+
+    def _delete_ring(self) -> None:
+        with self._lock:
+            if self._ring is not None:
+                self._last = self._ring.counters()
+                self._ring.close()
+                self._ring = None
 
     def _watch(self) -> None:
+        try:
+            self._keep_running()
+        finally:
+            self._delete_ring()
+
+    def _keep_running(self) -> None:
         pause = _FIRST_PAUSE
         while not self._closed.is_set():
             started = time.monotonic()

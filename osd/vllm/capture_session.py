@@ -97,15 +97,19 @@ class CaptureSession:
         return session
 
     def counts(self) -> dict[str, int]:
-        """Return the counts since the last call."""
+        """Return the counts since the last call; after capture switched itself off, end the assembler."""
+        guard = self.recorder.guard
+        if guard.is_off:
+            self._assembler.end()
+        guard.is_off = guard.is_off or self._assembler.has_ended
         admissions = self.recorder.admissions
-        counted = Counter({"requests": admissions.admitted, "errors": self.recorder.guard.errors})
+        counted = Counter({"requests": admissions.admitted, "errors": guard.errors})
         counted.update({f"skipped {reason}": number for reason, number in admissions.skipped.items()})
         taken = self._assembler.counters()
         counted.update({f"dropped {reason}": taken[counter] for reason, counter in LOSSES.items()})
         counted.update({"traces": taken["written"], "restarts": taken["restarts"], "skipped purged": taken["purged"]})
         new, self._counted = counted - self._counted, counted
-        return {**new, "off": 1} if self.recorder.guard.is_off else dict(new)
+        return {**new, "off": 1} if guard.is_off else dict(new)
 
 
 class _Reports:

@@ -7,7 +7,6 @@ per row, and its errors never reach vLLM.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -233,7 +232,7 @@ class Recorder:
         k: the number of log-probabilities of a token.
         int8: whether states are rounded to 8 bits.
         version: the version of the loaded drafter.
-        put: writes a record without blocking.
+        put: writes a record without blocking, for every thread, as vLLM reads results on a thread of its own.
         guard: keeps errors away from vLLM.
     """
 
@@ -250,7 +249,6 @@ class Recorder:
         self._known: dict[str, bool | None] = {}  # by key: whether states are captured; None without capture
         self._begun: list[CapturedRequest] = []
         self._ended: list[str] = []
-        self._lock = threading.Lock()
 
     def schedule(self, output: Any) -> None:
         """Read the requests that end and begin with a step of vLLM's scheduler (``SchedulerOutput``)."""
@@ -314,7 +312,7 @@ class Recorder:
 
     def finish(self, plan: CapturePlan, result: StepResult) -> None:
         """Write the record of a step."""
-        self._write(plan.record(result))
+        self.put(plan.record(result))
         self.admissions.note(len(result.tokens))
         self.guard.succeeded()
 
@@ -334,8 +332,4 @@ class Recorder:
         self._ended = []
         ids, half = np.zeros((0, self.k), np.int32), np.zeros(0, np.float16)
         result = StepResult(none, none, none, none, ids, ids.astype(np.float16), half, None, None)
-        self._write(plan.record(result))
-
-    def _write(self, record: StepRecord) -> None:
-        with self._lock:  # vLLM reads results on a thread of its own
-            self.put(record)
+        self.put(plan.record(result))

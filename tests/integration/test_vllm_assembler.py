@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import closing
 from itertools import count
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -62,6 +63,11 @@ def processes(worker=None):
 def running():
     """Wait for the assembler and return its process id."""
     return wait_until(processes)[0]
+
+
+def rings():
+    """Return the shared memory that this process uses."""
+    return [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
 
 
 def send(assembler, key, **fields):
@@ -156,6 +162,23 @@ def test_silent_request_is_written_without_an_end(redis_url, redis_client, monke
             ring.put(encode(step_record([("a", 0, 5, [7], [-1], 0)], begun=[admission("a")])))
             assert wait_until(lambda: requests(redis_client)) == ["response-a"]
         assert ring.counters()["expired"] == 1
+
+
+def test_assembler_that_must_end_writes_traces_and_deletes_its_ring(redis_url, redis_client, monkeypatch):
+    monkeypatch.setenv("OSD_REDIS_URL", redis_url)
+    others = set(rings())
+    with closing(AssemblerProcess(ORIGIN)) as assembler:
+        (ring,) = set(rings()) - others
+        send(assembler, "a")
+        wait_until(lambda: assembler.counters()["requests"] == 1)
+        assembler.end()
+        wait_until(lambda: assembler.has_ended)
+        assert ring not in rings()
+        assert requests(redis_client) == ["response-a"]
+        assert not assembler.put(step_record(states=None))
+        counters = assembler.counters()
+        assert (counters["frames"], counters["written"]) == (1, 1)
+    assert not processes()
 
 
 def test_terminated_assembler_writes_open_requests(assembler, redis_client):

@@ -55,8 +55,10 @@ def test_assembler_with_bad_settings_is_not_started_again(caplog):
         assert [(record.levelno, record.message) for record in caplog.records] == [
             (logging.ERROR, "the assembler cannot run with its settings: no traces are captured")
         ]
-        assert assembler.put(step_record()), "the worker continues"
-        assert assembler.counters()["restarts"] == 0
+        wait_until(lambda: assembler.has_ended)
+        assert not assembler.put(step_record()), "the worker continues"
+        counters = assembler.counters()
+        assert (counters["restarts"], counters["frames"]) == (0, 0)
 
 
 def test_pauses_between_restarts_grow(monkeypatch, caplog):

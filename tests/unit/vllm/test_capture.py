@@ -17,6 +17,7 @@ from osd.target.model import load_model
 from osd.vllm import capture_session, signatures
 from osd.vllm.assembly import TraceOrigin
 from osd.vllm.draft_weights import DraftWeights
+from osd.vllm.recorder import MAX_ERRORS
 from osd.vllm.steps import StepRecord
 from osd.vllm.worker import Osd
 from tests.unit.vllm.steps import request, scheduled
@@ -27,6 +28,7 @@ class Assembler:
 
     def __init__(self, origin: TraceOrigin) -> None:
         self.origin, self.records = origin, list[StepRecord]()
+        self.has_ended = False
         self.values = dict.fromkeys(("written", "restarts", "purged", *capture_session.LOSSES.values()), 0)
 
     def put(self, record: StepRecord) -> None:
@@ -34,6 +36,9 @@ class Assembler:
 
     def counters(self) -> dict[str, int]:
         return self.values
+
+    def end(self) -> None:
+        self.has_ended = True
 
 
 class GPUModelRunner:
@@ -198,8 +203,27 @@ def test_counts_are_those_since_the_last_call(world):
         raise OSError("once")
     assert worker.osd_capture_counts() == {"requests": 1, "skipped store": 1, "errors": 1}
     assert worker.osd_capture_counts() == {}
-    session.recorder.guard.is_off = True
-    assert worker.osd_capture_counts() == {"off": 1}
+
+
+@pytest.mark.parametrize("first", ["guard", "assembler"])
+def test_guard_and_assembler_end_together(world, monkeypatch, first):
+    assembler = Assembler(TraceOrigin("tiny", "sql", "eagle"))
+    monkeypatch.setattr(capture_session, "AssemblerProcess", lambda origin: assembler)
+    worker = world.worker()
+    worker.osd_capture_start()
+    session, runner = worker._osd_session, worker.model_runner
+    assert session is not None
+    if first == "guard":
+        for _ in range(MAX_ERRORS):
+            with session.recorder.guard:
+                raise OSError("again")
+        assert worker.osd_capture_counts() == {"errors": MAX_ERRORS, "off": 1}
+    else:
+        assembler.end()
+        assert worker.osd_capture_counts() == {"off": 1}
+    assert assembler.has_ended
+    runner.execute_model(None)
+    assert runner.execute_model.__self__ is runner, "the runner has its own methods again"
 
 
 def test_swap_sets_the_version_of_later_steps(world, monkeypatch):
