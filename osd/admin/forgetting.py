@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from osd.admin import NotFoundError, UnavailableError
 from osd.admin.audit import Actor, AuditLog
-from osd.capture.purge import ALIVE_SECONDS, Member, Purges, RemovedData
+from osd.capture.purge import ALIVE_SECONDS, HEARTBEAT_SECONDS, Member, Purges, RemovedData
 from osd.capture.retention import Retention
 from osd.config import Settings
 from osd.drafting.recall.snapshot import Snapshots
@@ -33,8 +33,8 @@ class PurgeResult:
         entries: the number of entries removed from n-gram caches and their snapshots.
         learning: the domains whose drafter in training was trained on the request.
         versions: the numbers of the versions that were trained on the request, by domain.
-        absent: the trainers and replicas of the last day that sent no heartbeat before the purge, did not end regularly
-            and have not answered; each forgets the request when it returns.
+        absent: the trainers and replicas of the last day that sent no heartbeat before or during the purge, did not end
+            regularly and have not answered; each forgets the request when it returns.
     """
 
     streamed: int
@@ -110,19 +110,22 @@ def _purge_over_redis(
         streams = [Retention(client, capture) for capture in (settings.tapped, settings.capture, settings.recalled)]
         purges.add(request)  # first, so that members refuse its records from now on
         streamed = sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
-        deadline = time.monotonic() + ANSWER_SECONDS
+        start = time.monotonic()
         alive: set[Member] = set()
         while True:
             members, answers = purges.members(), purges.answers(request)
             # A member that hangs or dies during the purge still has to answer.
             alive |= {member for member, age in members.items() if age < ALIVE_SECONDS}
-            silent = (alive & members.keys()) - answers.keys()
-            if not silent or time.monotonic() > deadline:
+            missing = members.keys() - answers.keys()
+            silent = alive & missing
+            # After a forward jump of Redis's clock, every member looks absent until its next heartbeat.
+            patience = ANSWER_SECONDS if silent else HEARTBEAT_SECONDS
+            if not missing or time.monotonic() - start > patience:
                 break
             time.sleep(0.1)
         # Again, for records that were in transit.
         streamed += sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
-        return streamed, answers, silent, members.keys() - alive - answers.keys()
+        return streamed, answers, silent, missing - alive
     finally:
         outcomes.close()
         purges.close()

@@ -23,6 +23,9 @@ REMEMBERED_SECONDS = 86_400.0
 LISTED_SECONDS = 30 * 86_400.0
 """Time for which a purge is listed, for snapshots on nodes where no replica runs for a while."""
 
+HEARTBEAT_SECONDS = 3.0
+"""Longest time between two heartbeats of a member."""
+
 ALIVE_SECONDS = 5.0
 """Age of its last heartbeat from which a member counts as absent."""
 

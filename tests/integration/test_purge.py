@@ -241,6 +241,30 @@ def test_purge_names_a_replica_that_vanished_before_it(make_loop, monkeypatch):
     assert absence in purge(loop, "request-unknown", codes=(2,))
 
 
+def test_purge_waits_for_the_heartbeat_after_a_clock_jump(make_loop, redis_client):
+    loop = make_loop()
+    loop.first_version()
+    loop.send(1)
+    member, over = Member("replica", "r1"), threading.Event()
+
+    def live():
+        follower = PurgeFollower(Purges(loop.url), member, lambda name, at: RemovedData(entries=7))
+        with closing(follower):
+            follower.alive()
+            redis_client.pexpire("osd:replica:r1", 86_400_000 - 3_600_000)  # as after a jump of an hour
+            begun.set()
+            while not over.wait(1.0):
+                follower.alive()
+                follower.update()
+
+    begun = threading.Event()
+    with background(live, over.set):
+        begun.wait()
+        output = purge(loop, "request-0")
+    assert "absent" not in output
+    assert "7 entries that may contain it" in output
+
+
 def test_request_can_be_purged_again(make_loop, eventually, monkeypatch):
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
