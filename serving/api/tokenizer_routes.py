@@ -26,6 +26,12 @@ from serving.service import ChatTemplateError, Service, TextTooLongError
 LONG = 16_384
 """Characters or tokens from which a text counts as long; encoding a text of this size takes about 20 ms."""
 
+LARGEST = 1 << 18
+"""Bytes of a body that ``/tokenize`` accepts with every context; encoding takes up to 300 bytes of memory for each."""
+
+BYTES_PER_PLACE = 8
+"""Bytes of a body for each place of a longer context; a token of most texts has three to five bytes."""
+
 Result = TypeVar("Result")
 
 
@@ -111,7 +117,8 @@ class TokenizerRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Handle ``POST /tokenize``."""
-        async with self._arrivals.body(request, TokenizeRequest) as body:
+        most = max(LARGEST, BYTES_PER_PLACE * self._service.model.context)
+        async with self._arrivals.body(request, TokenizeRequest, most) as body:
             await self._models.domain_of(body.model, caller_of(request).tenant)
             if body.messages is not None:
                 ids = await self._tokenizing.encode_chat(body.messages, [])

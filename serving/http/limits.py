@@ -113,10 +113,10 @@ class Arrivals:
         self.most_bytes, self.bytes = most_bytes, 0
 
     @contextlib.asynccontextmanager
-    async def body(self, request: Request, schema: type[AnyBody]) -> AsyncGenerator[AnyBody]:
+    async def body(self, request: Request, schema: type[AnyBody], most: int | None = None) -> AsyncGenerator[AnyBody]:
         """Read and validate a JSON body; the request counts until the context ends.
 
-        Never holds more bytes than the settings allow.
+        Never holds more bytes than the settings allow, or than ``most``.
 
         Raises:
             ApiError: status 429 with Retry-After if too many requests or too many bytes are arriving; 415 if the
@@ -126,7 +126,9 @@ class Arrivals:
         if self.taken >= self.limit:
             raise queue_full(f"{self.taken} requests are arriving, which is this server's limit.")
         self.taken += 1
-        received = 0
+        received, limits = 0, self._settings
+        if most is not None:
+            limits = limits.model_copy(update={"max_body_bytes": min(most, limits.max_body_bytes)})
 
         def arrived(size: int) -> None:
             nonlocal received
@@ -136,7 +138,7 @@ class Arrivals:
             self.bytes += size
 
         try:
-            yield await _read(request, schema, self._settings, arrived)
+            yield await _read(request, schema, limits, arrived)
         finally:
             self.taken -= 1
             self.bytes -= received

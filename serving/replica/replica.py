@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
+from tokenizers import Tokenizer
 
 from osd.capture.writer import RecallWriter, TraceWriter
 from osd.config import Settings
@@ -99,7 +99,8 @@ class Replica:
         directory = target_directory(settings)
         self._tokenizer, self._tokenizer_lock = load_tokenizer(directory), threading.Lock()
         self._token_texts: TokenTexts | None = None
-        self.encode("", special=True)  # the first call may set truncation and padding; later calls only read them
+        self._fast_tokenizer: Tokenizer | None = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._tokenizer("")  # sets truncation and padding; later calls only read them
         registry = Registry(storage_of(settings))
         self._pointer = Pointer(redis_url, registry.storage)
         self._events, self._control = Events(redis_url), Control(redis_url)
@@ -154,8 +155,10 @@ class Replica:
             if covered is not None and (least := -(-len(text.encode()) // covered)) > limit:
                 raise TextTooLongError(least)
         try:
-            # Fast tokenizers are thread-safe while the options of all calls are the same. Other tokenizers may not be.
-            with nullcontext() if self._tokenizer.is_fast else self._tokenizer_lock:
+            if self._fast_tokenizer is not None:
+                # Thread-safe, and without the places of the tokens in the text, which take time and memory.
+                return self._fast_tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            with self._tokenizer_lock:
                 return self._tokenizer(text, add_special_tokens=special)["input_ids"]
         finally:
             if len(text) > _LARGE:

@@ -307,6 +307,13 @@ def test_replica_refuses_a_long_text_without_its_tokens(replicas):
     assert len(replica.encode(text[:1001], False, 1000)) == 1001
 
 
+def test_replica_encodes_as_its_tokenizer_does(replicas):
+    replica = replicas.start("one")
+    for text in ("", "Größe 你好 🙂\r\n\t\0", "<s>a</s><pad>", "ab " * 5000):
+        for special in (False, True):
+            assert replica.encode(text, special) == tokenizer()(text, add_special_tokens=special)["input_ids"]
+
+
 def test_replica_holds_no_memory_of_an_encoded_text(replicas):
     replica = replicas.start("one")
     before = psutil.Process().memory_info().rss

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
 from serving.api import checks, engine_requests
 from serving.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
-from serving.api.tokenizer_routes import LONG
+from serving.api.tokenizer_routes import LARGEST, LONG
 from tests.tiny import tokenizer
 from tests.unit.serving.answers import CHAT, asking, error_of
 from tests.waiting import HANG_SECONDS
@@ -70,6 +71,18 @@ def test_tokenize_limits_the_number_of_messages(make_service):
     client = asking(make_service(max_messages=2))
     error = error_of(client.post("/tokenize", json={"messages": [MESSAGE] * 3}), 400)
     assert error["message"] == "'messages' has 3 entries and this server's limit is 2."
+
+
+def test_tokenize_limits_the_bytes_of_its_body(make_service):
+    service = make_service()
+    client, room = asking(service), len(json.dumps({"prompt": ""}, separators=(",", ":")))
+    assert client.post("/tokenize", json={"prompt": "x" * (LARGEST - room)}).status_code == 200
+    error = error_of(client.post("/tokenize", json={"prompt": "x" * (LARGEST - room + 1)}), 413)
+    assert error["message"] == f"The body is larger than {LARGEST} bytes."
+    service.model = replace(service.model, context=LARGEST)
+    assert asking(service).post("/tokenize", json={"prompt": "x" * LARGEST}).status_code == 200
+    small = asking(make_service(max_body_bytes=1024))
+    assert error_of(small.post("/tokenize", json={"prompt": "x" * 1024}), 413)
 
 
 @pytest.mark.parametrize("stop", ["x" * 4097, ["x" * 2048, "y" * 2049]])
