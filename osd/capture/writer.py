@@ -242,6 +242,7 @@ class TraceWriter(StreamWriter[Trace]):
         score: Callable[[Trace], float] = lambda trace: 1.0,
         recalled: RecallWriter | None = None,
         noted: Callable[[Trace], object] = lambda trace: None,
+        is_purged: Callable[[str], bool] = lambda request: False,
     ) -> None:
         """Start a writer.
 
@@ -252,18 +253,21 @@ class TraceWriter(StreamWriter[Trace]):
             score: returns the relative value of a trace, above 0 and at most 1; called by the writer's thread.
             recalled: a writer of reduced traces that gets every trace; it is closed with this writer.
             noted: called by the writer's thread with every trace.
+            is_purged: returns whether the request with an id was purged, so that its traces are not written.
         """
         writer_rate, service_rate = settings.bytes_per_second, settings.service_bytes_per_second
         rates = [rate for rate in (writer_rate, service_rate) if rate is not None]
         self._max_rate = writer_rate or math.inf
         self._budget = RecordSampler(min(rates), score) if rates else None
         self._share: BudgetShare | None = None
-        self._recalled, self._noted = recalled, noted
+        self._recalled, self._noted, self._is_purged = recalled, noted, is_purged
         super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
         if service_rate is not None:
             self._share = BudgetShare(self._client, settings.stream, replica, service_rate)
 
     def offer(self, record: Trace) -> bool:
+        if self._is_purged(record.request_id):
+            return True
         if self._recalled is not None:
             self._recalled.offer(record)
         return super().offer(record)

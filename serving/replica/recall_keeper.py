@@ -109,12 +109,12 @@ class RecallKeeper:
     tokens were decoded. Tables of single clients have no snapshots. Entries older than ``capture.keep_days`` are
     dropped. Entries that a purged request may have touched are dropped at once from the tables and from every snapshot
     on this disk, and again when the request has ended.
-    If the service has several replicas, each learns the traces of the other replicas.
+    If the service has several replicas, each learns the traces of the other replicas. A replica without a drafter has
+    no tables, but follows purges for the snapshots on its disk and the traces of running requests.
     """
 
     def __init__(self, settings: Settings, redis_url: str, name: str, target: Identity, engine: Engine) -> None:
         """Create the thread for ``engine``, which the replica ``name`` runs with ``target``."""
-        assert engine.pool is not None  # noqa: S101  the replica has a drafter
         self._settings, self._target = settings, target
         self._engine, self._pool = engine, engine.pool
         self._snapshots = Snapshots(settings.registry_dir)
@@ -148,7 +148,7 @@ class RecallKeeper:
 
     def update(self) -> None:
         """Load the snapshots of new tables, apply purges, learn from other replicas, and save when it is due."""
-        current = self._pool.all_memories()
+        current = {} if self._pool is None else self._pool.all_memories()
         for domain, memories in current.items():
             if self._memories.get(domain) is not memories:
                 self._restore(domain, memories)
@@ -164,6 +164,10 @@ class RecallKeeper:
         if time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + _SAVE_SECONDS
             self.save()
+
+    def is_purged(self, request: str) -> bool:
+        """Return whether a request was purged in the last day; any thread may call this."""
+        return any(belongs(request, purged) for purged in self._purges.requests)
 
     def save(self) -> None:
         """Drop entries that are too old, and write snapshots if the tables changed since the last call."""

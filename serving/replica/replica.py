@@ -114,7 +114,9 @@ class Replica:
         self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
         if settings.capture.enabled:
             recall = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
-            self._writer = TraceWriter(redis_url, settings.capture, name, self._worth, recall, self._worth.note)
+            self._writer = TraceWriter(
+                redis_url, settings.capture, name, self._worth, recall, self._worth.note, self._is_purged
+            )
         self.engine = make_engine(
             settings, directory, self._tokenizer, start, self._writer, target.label, self._worth.states_weight
         )
@@ -125,9 +127,7 @@ class Replica:
             context = FollowerContext(settings, registry, self._pointer, self._events, cache, uptake)
             handle = self.engine.drafters(settings.domain)
             self._watchers = [VersionWatcher(context, handle, start), DomainWatcher(context, self.engine)]
-        self._keeper: RecallKeeper | None = None
-        if self.engine.pool is not None:
-            self._keeper = RecallKeeper(settings, redis_url, name, target, self.engine)
+        self._keeper = RecallKeeper(settings, redis_url, name, target, self.engine)
         self._sharer: OutcomeSharer | None = None
         router, is_single = self.engine.loop.router, settings.serving.replica_limit == 1
         if router is not None and settings.capture.enabled and not is_single:
@@ -146,6 +146,9 @@ class Replica:
         for part in (self._keeper, self._sharer, self.engine, *self._watchers, self._reporter):
             if part is not None:
                 part.start()
+
+    def _is_purged(self, request: str) -> bool:
+        return self._keeper.is_purged(request)
 
     def encode(self, text: str, special: bool, limit: int | None = None) -> list[int]:
         """Return token ids; see ``Service``."""

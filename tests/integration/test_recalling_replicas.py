@@ -16,9 +16,10 @@ import torch
 
 from osd.capture.purge import Member, Purges
 from osd.capture.streams import stream_of
-from osd.capture.trace import Array
+from osd.capture.trace import FIELD, Array
+from osd.capture.trace import decode as decode_trace
 from osd.capture.writer import RecallWriter
-from osd.config import Settings
+from osd.config import NoDrafterSettings, Settings
 from osd.drafting.recall.snapshot import Snapshots
 from osd.recall.backends import backend
 from osd.recall.memory import KEPT, Observation, mark_of
@@ -28,6 +29,7 @@ from serving.replica.recall_keeper import RecallKeeper
 from serving.service import TextTooLongError
 from tests.command import run_cli
 from tests.replicas import PROMPT, Replicas, decode
+from tests.tiny import tokenizer
 from tests.traces import small_trace
 from tests.waiting import HANG_SECONDS
 
@@ -181,6 +183,39 @@ def test_snapshot_with_a_running_purged_request_says_so(replicas, settings, redi
     wait()
     assert about is not None
     assert not about.is_purged(at)
+
+
+@pytest.mark.parametrize("kind", ["recall", "none"])
+def test_purge_of_a_running_request_leaves_no_trace(replicas, redis_url, redis_client, settings, eventually, kind):
+    drafter = settings.drafter if kind == "recall" else NoDrafterSettings()
+    first, started, may_continue = replicas.start("first", drafter=drafter), threading.Event(), threading.Event()
+
+    def block(update):
+        started.set()
+        may_continue.wait(HANG_SECONDS)
+
+    wait = decode(first, "chatcmpl-1f-0", tokens=100, on_progress=block)
+    assert started.wait(HANG_SECONDS)
+    with Purges(redis_url) as purges:
+        purges.add("chatcmpl-1f")
+        eventually(lambda: purges.answers("chatcmpl-1f"))
+    may_continue.set()
+    wait()
+    decode(first, "chatcmpl-2e-0")()
+    streams = [settings.capture.stream, *([settings.recalled.stream] if kind == "recall" else [])]
+    for stream in (stream_of(prefix, "general") for prefix in streams):
+        (trace,) = eventually(lambda stream=stream: redis_client.xrange(stream))
+        assert decode_trace(trace[1][FIELD]).request_id == "chatcmpl-2e-0"
+
+
+def test_purge_reaches_the_snapshots_of_a_replica_without_a_drafter(replicas, settings, redis_url, tmp_path_factory):
+    home = tmp_path_factory.mktemp("node")
+    decode(replicas.start("first", home=home), "chatcmpl-1f-0")()
+    replicas.end("first")
+    replicas.start("second", home=home, drafter=NoDrafterSettings())
+    output = purge(settings, redis_url, "chatcmpl-1f")
+    assert re.search(r"[1-9]\d* entries that may contain it removed from recall", output)
+    assert entries_on_disk(settings.model_copy(update={"home": home}), "general") == 0
 
 
 def test_purge_of_a_running_request_takes_effect_at_its_end(replicas, settings, redis_url, eventually):
