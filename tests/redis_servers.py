@@ -48,6 +48,13 @@ def run(folder: Path, *lines: str, arguments: tuple[str, ...] = ()) -> Iterator[
         process.wait()
 
 
+def acl_rules(user: str) -> list[str]:
+    """Return the rights of a user that docs/operations.md lists, without its password."""
+    page = Path(__file__).parents[1] / "docs" / "operations.md"
+    (line,) = (line for line in page.read_text().splitlines() if line.strip().startswith(f"user {user} on >PASSWORD "))
+    return line.partition(">PASSWORD ")[2].split()
+
+
 @contextmanager
 def pair(folder: Path) -> Iterator[tuple[int, int]]:
     """Run a master and a synchronized replica; yield their ports."""

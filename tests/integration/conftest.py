@@ -71,4 +71,4 @@ def next_token_logits(tiny_target: Path) -> np.ndarray:
 
 @pytest.fixture
 def make_loop(redis_url, tmp_path, ends):
-    return lambda **trainer: ends.enter_context(closing(Loop(redis_url, tmp_path, **trainer)))
+    return lambda url=redis_url, **trainer: ends.enter_context(closing(Loop(url, tmp_path, **trainer)))

@@ -17,7 +17,7 @@ import redis
 from deploy.local_ray import LOG_BOUNDS
 from tests import redis_servers
 from tests.command import family, osd, small_options, wait_until_it_answers
-from tests.redis_servers import PASSWORD, free_port
+from tests.redis_servers import PASSWORD, acl_rules, free_port
 from tests.waiting import HANG_SECONDS, wait_until
 
 API_KEY, ADMIN_KEY = "planted-api-key", "planted-admin-key"
@@ -26,13 +26,16 @@ LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    """Redis in which Ray's GCS keeps its tables."""
+    """Administrator of a Redis in which Ray's GCS keeps its tables, with the rights that docs/operations.md lists."""
     with (
         redis_servers.run(
             tmp_path_factory.mktemp("gcs"), 'save ""', "rdbcompression no", arguments=("--protected-mode", "no")
         ) as port,
-        redis.Redis(port=port) as client,
+        redis.Redis(port=port, username="admin", password=PASSWORD) as client,
     ):
+        with redis.Redis(port=port) as founder:
+            founder.execute_command("ACL SETUSER", "admin", "on", f">{PASSWORD}", "~*", "&*", "+@all")
+        client.execute_command("ACL SETUSER", "default", "reset", "on", "nopass", *acl_rules("ray"))
         yield client
 
 
@@ -106,6 +109,11 @@ def test_tables_of_ray_hold_no_secret(service, tables: redis.Redis):
     assert b"osd.sealed" in stored  # the arguments of the replica
     for secret in (API_KEY, ADMIN_KEY, PASSWORD, (service[1] / "ray-token").read_text()):
         assert secret.encode() not in stored
+
+
+def test_rights_of_ray_suffice_for_its_tables(service, tables: redis.Redis):
+    assert tables.dbsize() > 0
+    assert tables.execute_command("ACL LOG") == []
 
 
 def test_files_of_home_are_the_owners_alone(service):
