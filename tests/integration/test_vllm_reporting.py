@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from osd.registry.replica_loads import ReplicaLoads
-from osd.vllm.reporting import Reporting
+from osd.scrape import Scrape
+from osd.vllm.reporting import Reporting, StepTotals
 from osd.vllm.settings import SettingsError, VllmSettings
 
 ENGINE = ["engine"]
@@ -35,6 +36,12 @@ def metrics() -> Iterator[SimpleNamespace]:
         waiting=Gauge("vllm:num_requests_waiting", "", ENGINE),
         drafts=Counter("vllm:spec_decode_num_drafts", "", ENGINE),
         accepted=Counter("vllm:spec_decode_num_accepted_tokens_per_pos", "", [*ENGINE, "position"]),
+        drafted=Counter("vllm:spec_decode_num_draft_tokens", "", ENGINE),
+        taken=Counter("vllm:spec_decode_num_accepted_tokens", "", ENGINE),
+        tokens=Counter("vllm:generation_tokens", "", ENGINE),
+        first=Histogram("vllm:time_to_first_token_seconds", "", ENGINE),
+        between=Histogram("vllm:inter_token_latency_seconds", "", ENGINE),
+        steps=Histogram("vllm:iteration_tokens_total", "", ENGINE),
         ended=Counter("vllm:request_success", "", [*ENGINE, "finished_reason"]),
         capturing=Gauge("osd_capturing", ""),
         traces=Counter("osd_capture_traces", ""),
@@ -85,12 +92,53 @@ def test_vllm_reports_load_and_counters_like_a_tap(export, metrics, redis_url, e
             assert (report.requests, report.failed, report.rounds) == (4, 1, 10)
             assert (report.accepted_per_position, report.traced) == ((6, 2), True)
             assert (report.captured, report.dropped) == (7, 4)
-            assert (load.running, load.waiting) == (3, 0), "a queue does not stop training"
-            assert loads.work() == {}
+            assert (load.running, load.waiting) == (2, 1), "a waiting request pauses training"
+            assert loads.work() == {}, "without a measured effect, a fund would end training"
             metrics.capturing.set(0)
             await asyncio.to_thread(eventually, lambda: not next(iter(loads.upstreams().values())).traced)
 
     asyncio.run(run())
+
+
+def test_load_has_the_steps_and_the_latency_of_vllm(export, metrics, redis_url, eventually, ends):
+    metrics.running.labels("0").set(2)
+
+    def step(times: int, seconds: float, *, drafted: int, accepted: int, first: bool = False) -> None:
+        """Decode steps of two requests, each with one token and ``accepted`` / 2 draft tokens."""
+        for _ in range(times):
+            metrics.steps.labels("0").observe(2 + accepted)
+            metrics.tokens.labels("0").inc(2 + accepted)
+            metrics.drafted.labels("0").inc(drafted)
+            metrics.taken.labels("0").inc(accepted)
+            for _ in range(2):
+                (metrics.first if first else metrics.between).labels("0").observe(seconds)
+
+    async def run() -> None:
+        async with reporting(export, VllmSettings(redis_url=redis_url, registry=str(export))):
+            loads = ends.enter_context(ReplicaLoads(redis_url))
+            load = lambda: next(iter(loads.read().values()))  # noqa: E731
+            await asyncio.to_thread(eventually, loads.read)
+            assert (load().steps, load().inter_token_ms) == (0, 0.0), "earlier steps do not count"
+            step(10, 0.5, drafted=6, accepted=2)
+            await asyncio.to_thread(eventually, lambda: load().steps == 10)
+            assert (load().rows, load().step_seconds) == (10 * (4 + 4), pytest.approx(5.0))
+            step(4, 3.0, drafted=0, accepted=0, first=True)
+            await asyncio.to_thread(eventually, lambda: load().inter_token_ms == 0.0)
+            assert load().steps == 10, "steps without a figure for their seconds do not count"
+
+    step(5, 0.5, drafted=6, accepted=2)
+    asyncio.run(run())
+
+
+def test_latency_of_vllm_is_the_time_between_two_tokens(metrics):
+    totals = StepTotals()
+    totals.read(Scrape.of_families(REGISTRY.collect()))
+    metrics.first.labels("0").observe(9.0)
+    metrics.tokens.labels("0").inc(1 + 2 * 4)
+    for _ in range(2):  # two outputs of four tokens each
+        metrics.between.labels("0").observe(0.2)
+    totals.read(Scrape.of_families(REGISTRY.collect()))
+    assert totals.inter_token_ms == pytest.approx(1000 * 0.4 / 8)
 
 
 def test_reporting_continues_after_a_redis_outage(export, metrics, redis_server, redis_url, eventually, caplog):
