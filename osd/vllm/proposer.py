@@ -104,9 +104,12 @@ class RecallProposer:
                 continue
             row, before = token_ids_cpu[index], length - len(sampled)
             request = self._requests.of(index, row, before, len(sampled))
-            if self._sharing is not None:
-                self._sharing.share(request.number, row[max(before - ORDERS, 0) : before].tolist(), sampled)
-            self._memory.learn_tokens(request.text, row[before:length], drafted=True, now=self._now)
+            tokens = row[before:length]
+            if self._sharing is None:
+                self._memory.learn_tokens(request.text, tokens, drafted=True, now=self._now)
+            else:
+                context = row[max(before - ORDERS, 0) : before].tolist()
+                self._sharing.learn(request.number, request.text, context, tokens, self._now)
             request.end = length
             limit = min(self._limit, self._length - length - 1)
             if limit > 0:

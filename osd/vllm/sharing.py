@@ -1,9 +1,11 @@
-"""Sharing of decoded tokens between processes through a Redis stream."""
+"""Sharing of decoded tokens between processes through a Redis stream, and purges of them."""
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
 import threading
 import time
 from collections import deque
@@ -12,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from redis.exceptions import RedisError
 
-from osd.recall.memory import ORDERS, Backend, Memory
+from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
+from osd.recall.memory import ORDERS, Backend, Memory, Text
 from osd.redis_client import Backoff, connect
 from osd.vllm.settings import REDIS_URL, SettingsError
 
@@ -31,6 +35,8 @@ _PERIOD = 0.5  # seconds between two exchanges with Redis
 _PENDING, _UNSENT = 1 << 14, 1 << 10  # limits on waiting calls of share() and on waiting records
 _READ = 16
 _STEP, _REST = 32, 0.001  # tokens learned at a time, which takes about 50 us, and the pause in seconds after them
+_ALL = (1 << 32) - 1  # later than every time of an entry
+_CLOCK_MARGIN = 60.0  # seconds by which the clocks of two machines may differ
 _EXPECTED = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
 
 
@@ -97,6 +103,10 @@ class Sharing:
 
     While Redis does not answer, each process works alone. Unwritten records wait in a bounded queue, and records of
     other processes are learned later. A new process learns the whole stream.
+
+    The requests of tokens are not known. So a purge of any request removes all tokens from the table and from Redis,
+    and requests that decode at that moment are not learned any more. From then on all processes use another stream, so
+    that nothing that a process wrote before it saw the purge is learned.
     """
 
     def __init__(self, url: str, model_hash: str, vocabulary: int, memory: Memory, backend: Backend) -> None:
@@ -113,11 +123,17 @@ class Sharing:
             SettingsError: ``url`` is not a Redis URL.
         """
         try:
-            self._client = connect(url)
+            self._client, purges = connect(url), Purges(url)
         except ValueError:
             # The message of the parser may quote a part of the password.
             raise SettingsError(f"{REDIS_URL} is not a Redis URL; expected {_EXPECTED}") from None
-        self._stream, self._writer = f"osd:vllm:{model_hash}", secrets.token_hex(8).encode()
+        self._name, self._writer = f"osd:vllm:{model_hash}", secrets.token_hex(8).encode()
+        self._stream, self._started = self._name, time.time()
+        member = Member("replica", f"vllm-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}")
+        self._purges = PurgeFollower(purges, member, self._forget)
+        self._lock = threading.Lock()  # of the two numbers of requests
+        self._latest = self._forgotten = 0  # the latest request, and the latest request of the last purge
+        self._is_empty = False  # whether a purge of this exchange has emptied the table
         self._vocabulary, self._memory, self._text = vocabulary, memory, backend.text(LONGEST)
         self._pending: deque[tuple[int, Sequence[int], Sequence[int]]] = deque(maxlen=_PENDING)
         self._unsent: deque[bytes] = deque(maxlen=_UNSENT)
@@ -125,6 +141,24 @@ class Sharing:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="osd-sharing", daemon=True)
         self._thread.start()
+
+    def learn(self, request: int, text: Text, context: Sequence[int], tokens: NDArray[np.int32], now: int) -> None:
+        """Learn and share the next ``tokens`` of a request, unless it began before a purge; never waits for Redis.
+
+        Args:
+            request: the number of the request; later requests have higher numbers.
+            text: the tokens of the request so far, to which the new tokens are appended.
+            context: the last of them.
+            tokens: the new tokens.
+            now: the time in seconds.
+        """
+        with self._lock:
+            self._latest = max(self._latest, request)
+            if request > self._forgotten:
+                self._memory.learn_tokens(text, tokens, drafted=True, now=now)
+                self.share(request, context, tokens.tolist())
+            else:
+                text.append(tokens.tolist(), certain=True)
 
     def share(self, request: int, context: Sequence[int], tokens: Sequence[int]) -> None:
         """Queue the next ``tokens`` of a request, which follow ``context``; never blocks."""
@@ -134,6 +168,7 @@ class Sharing:
         """Write the waiting records if Redis answers, and stop the thread."""
         self._stopped.set()
         self._thread.join()
+        self._purges.close()
         self._client.close()
 
     def _run(self) -> None:
@@ -146,6 +181,8 @@ class Sharing:
         if self._backoff.remaining:
             return
         try:
+            self._client.ping()
+            self._follow_purges()
             self._write()
             for data in self._read():
                 self._learn(data)
@@ -157,6 +194,32 @@ class Sharing:
             if self._backoff.failing:
                 log.warning("Redis answers again: tokens are shared")
             self._backoff.worked()
+
+    def _follow_purges(self) -> None:
+        """Apply new purges, and choose the stream by the newest purge."""
+        self._is_empty, before = False, self._stream
+        self._purges.alive()
+        self._purges.update()
+        newest = max(self._purges.requests.values(), default=None)
+        self._stream = self._name if newest is None else f"{self._name}:{int(1000 * newest)}"
+        if self._stream != before:
+            self._last = b"0-0"
+
+    def _forget(self, request: str, at: float) -> RemovedData:
+        """Remove all tokens, once for all purges of an exchange.
+
+        Raises:
+            redis.exceptions.RedisError: Redis does not answer.
+        """
+        if self._is_empty or at < self._started - _CLOCK_MARGIN:
+            return RemovedData()
+        with self._lock:
+            self._forgotten = self._latest
+            self._pending.clear()
+        self._unsent.clear()
+        self._client.delete(self._stream)
+        self._is_empty = True
+        return RemovedData(entries=self._memory.drop(before=_ALL))
 
     def _fragments(self) -> list[Fragment]:
         """Return the queued tokens; consecutive tokens of a request are merged."""

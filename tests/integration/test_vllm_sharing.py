@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 
+import numpy as np
 import pytest
 import redis
 from redis.connection import Connection
 
+from osd.admin.audit import Actor
+from osd.admin.forgetting import forget
+from osd.capture.purge import Member, Purges
 from osd.capture.server import RedisServer
+from osd.config import Settings
 from osd.recall.backends import backend
 from osd.redis_client import Backoff
 from osd.vllm import RecallProposer, sharing
@@ -30,6 +36,11 @@ class Process:
         kernels = backend()
         self.memory, self._text = kernels.memory(4096), kernels.text(64)
         self.sharing = Sharing(url, key, VOCABULARY, self.memory, kernels)
+        self._texts = {number: kernels.text(64) for number in range(3)}
+
+    def learn(self, request: int, tokens: list[int]) -> None:
+        """Learn tokens as the proposer does."""
+        self.sharing.learn(request, self._texts[request], [], np.array(tokens, np.int32), int(time.time()))
 
     def knows(self, context: list[int]) -> list[int]:
         self._text.clear()
@@ -145,3 +156,46 @@ def test_stream_is_read_again_after_redis_lost_it(redis_server: RedisServer, red
         client.delete(STREAM)
         client.xadd(STREAM, {b"writer": b"x", b"said": b"\1\0\0\0\1\0\0\0\6\0\0\0\7\0\0\0"}, id="1-1")
     wait_until(lambda: second.knows([6]) == [7])
+
+
+def test_purge_empties_all_tables_and_the_stream(redis_url, redis_client, process, tmp_path):
+    first, second = process(redis_url), process(redis_url)
+    first.sharing.share(1, [5], TOKENS)
+    wait_until(lambda: second.knows([5]) == [TOKENS[0]])
+    first.learn(1, [300, 301])
+    wait_until(lambda: len(members(redis_url)) == 2)
+    removed = forget(Settings(home=tmp_path), redis_url, Actor.local(), "chatcmpl-1")
+    assert (removed.entries > 0, removed.absent) == (True, [])
+    assert first.memory.used() == second.memory.used() == 0
+    assert not redis_client.exists(STREAM)
+    first.learn(1, [302, 303])
+    assert first.memory.used() == 0, "the request decoded during the purge"
+    first.learn(2, [8, 9])
+    wait_until(lambda: second.knows([8]) == [9])
+    assert second.knows([302]) == []
+
+
+def test_tokens_written_before_a_purge_was_seen_are_not_learned(redis_url, redis_client, process):
+    first, second = process(redis_url), process(redis_url)
+    wait_until(lambda: len(members(redis_url)) == 2)
+    with Purges(redis_url) as purges:
+        purges.add("chatcmpl-1")
+        wait_until(lambda: len(purges.answers("chatcmpl-1")) == 2)
+    redis_client.xadd(STREAM, {b"writer": b"x", b"said": b"\1\0\0\0\1\0\0\0\6\0\0\0\7\0\0\0"})
+    first.sharing.share(1, [8], [9])
+    wait_until(lambda: second.knows([8]) == [9])
+    assert second.knows([6]) == []
+
+
+def test_purges_before_the_start_remove_nothing(redis_url, redis_client, process):
+    redis_client.zadd("osd:purges", {"old": time.time() - 2 * 86_400, "new": time.time() - 3600})
+    first = process(redis_url)
+    first.sharing.share(1, [5], TOKENS)
+    first.sharing.close()
+    second = process(redis_url)
+    wait_until(lambda: second.knows([5]) == [TOKENS[0]])
+
+
+def members(url: str) -> list[Member]:
+    with Purges(url) as purges:
+        return [*purges.members()]
