@@ -17,6 +17,4 @@ RUN ln -sf /usr/bin/python3.11 /usr/local/bin/python && ln -sf /usr/bin/python3.
 ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin LANG=C.UTF-8
 CMD ["python3"]
 X
-isolation=()
-if [ "$engine" = buildah ]; then isolation=(--isolation chroot); fi
-"$engine" build "${isolation[@]}" --format docker --tag "$name" --file "$folder/Containerfile" "$folder"
+"$engine" build --isolation chroot --format docker --tag "$name" --file "$folder/Containerfile" "$folder"
