@@ -26,6 +26,7 @@ def end(seconds: float) -> bool:
     A cluster without Serve has none. The Ray of this node must run.
     """
     deadline = time.monotonic() + seconds
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     ray.init("auto", logging_level=logging.ERROR, log_to_driver=False)
     try:
         applications = list(serve.status().applications)
