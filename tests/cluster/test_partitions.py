@@ -1,4 +1,4 @@
-"""Nodes that fall silent: the network drops all that they send and are sent."""
+"""Nodes and Redis that fall silent: the network drops all that they send and are sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cluster.spread import REPLICAS, Traffic, wait
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-SHORT_SECONDS, QUIET_SECONDS = 10, 10
+SHORT_SECONDS, LONG_SECONDS, QUIET_SECONDS = 10, 40, 10
 UNSEEN = {"store": False}
 
 
@@ -70,3 +70,22 @@ def test_silent_node_ends_its_requests_before_it_is_missed(cluster, fault_result
           f"{fault_result.seconds:.1f} s, raylet ended after {ended_at - cut_at:.1f} s")  # fmt: skip
     assert [client for client in failed if client in clients]
     assert last < missed_at
+
+
+@pytest.mark.fault(
+    "the Redis of a cluster, with traces and with the tables of Ray, is silent for 40 s",
+    "no request fails and no node is lost",
+    process="redis-server: its network drops everything",
+)
+def test_silent_redis_loses_no_node(cluster, fault_result):
+    living, replicas = set(cluster.nodes.living()), set(cluster.nodes.replicas())
+    with Traffic(cluster, clients=2, **UNSEEN) as traffic:
+        wait(lambda: len(traffic.clients) > 4)
+        cluster.nodes.redis.cut()
+        time.sleep(LONG_SECONDS)
+        cluster.nodes.redis.heal()
+        time.sleep(LONG_SECONDS)
+        wait(lambda: set(cluster.nodes.living()) == living)
+    assert errors_of(traffic) == []
+    assert set(cluster.nodes.replicas()) == replicas
+    fault_result.errors = describe_errors(traffic.clients)
