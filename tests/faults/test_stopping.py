@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -74,6 +76,17 @@ def test_stop_completes_running_answers_and_refuses_new(tmp_path, fault_result):
     assert "drained after" in errors_text
     assert "ended with an error" not in errors_text
     assert not (tmp_path / "home" / "running.json").exists()
+
+
+def test_stop_in_the_environment_of_the_image_completes_streams(tmp_path, monkeypatch):
+    image = (Path(__file__).parents[2] / "deploy" / "Dockerfile").read_text()
+    for name, value in re.findall(r"\b(RAY_\w+)=(\S+)", image):
+        monkeypatch.setenv(name, value)
+    with starting(tmp_path, **{"serving.drain_s": 200}) as service:
+        clients = service.in_flight(streams=8, answers=0)
+        processes, _ = stop(service)
+        assert [client.error() for client in clients] == [None] * len(clients)
+        assert "ended with an error" not in check_ended(service, processes)
 
 
 @pytest.mark.fault(
