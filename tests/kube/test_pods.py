@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import httpx2
 import pytest
 
@@ -44,6 +46,13 @@ def test_pods_serve_and_a_pod_that_ends_completes_its_streams(tmp_path):
             url = f"http://{ip}:8000/v1/chat/completions"
             return httpx2.post(url, json=body, headers=headers, timeout=60).status_code
 
+        def has_proxy(ip: str) -> bool:
+            with contextlib.suppress(httpx2.ConnectError):
+                return httpx2.get(f"http://{ip}:8000/health", timeout=30).status_code == 200
+            return False
+
+        for pod in pods.replicas:
+            wait_until(lambda pod=pod: has_proxy(pod.ip), every=0.5, what=f"the proxy of {pod.name}")
         leaving, staying = pods.replicas
         assert [chat(leaving.ip), chat(staying.ip)] == [200, 200]
         url = f"http://{staying.ip}:8000"
