@@ -28,7 +28,7 @@ def check_settings(settings: Settings) -> None:
         keys_file.load(settings.serving.keys_file)
     check_file(settings.log.file)
     if settings.serving.otlp_endpoint is not None and not all(map(_installed, _TRACING_NEEDS)):
-        raise ConfigError("serving.otlp_endpoint needs packages that are not installed: pip install 'osd[otel]'")
+        raise ConfigError("serving.otlp_endpoint needs packages that are not installed: pip install 'osd-llm[otel]'")
     if tenant_of(settings.domain):
         raise ConfigError(
             f"domain {settings.domain} is a tenant's: the domain of a service is for requests without a tenant"
@@ -45,7 +45,7 @@ def check_settings(settings: Settings) -> None:
     tracking.check(settings)
     workers = settings.trainer.workers
     if settings.trains and workers > 1 and not all(map(importlib.util.find_spec, _RAY_TRAIN_NEEDS)):
-        missing = "needs packages that are not installed: pip install 'osd[cluster]'"
+        missing = "needs packages that are not installed: pip install 'osd-llm[cluster]'"
         raise ConfigError(f"trainer.workers {workers} {missing}")
 
 

@@ -218,7 +218,7 @@ class _First:
         if not drafter.reproducible:
             return self._made()
         made_of = [drafter.model_dump_json(), (self._target / "config.json").read_text()]
-        made_of += map(importlib.metadata.version, ("osd", "transformers"))
+        made_of += map(importlib.metadata.version, ("osd-llm", "transformers"))
         name = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
         file = self._settings.home_dir / "drafters" / f"{name}.json"
         try:

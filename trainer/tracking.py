@@ -68,7 +68,7 @@ class TensorBoard:
 class MLflow:
     """Tracker with one MLflow run per start of the trainer, named after the domain; text becomes tags.
 
-    It needs the extra ``osd[mlflow]``. The run is on the server ``MLFLOW_TRACKING_URI``, or in a file without one.
+    It needs the extra ``osd-llm[mlflow]``. The run is on the server ``MLFLOW_TRACKING_URI``, or in a file without one.
     """
 
     def __init__(self, folder: Path, domain: str) -> None:
@@ -100,7 +100,7 @@ class MLflow:
 class WeightsAndBiases:
     """Tracker with one Weights & Biases run per start of the trainer, named after the domain.
 
-    It needs the extra ``osd[wandb]``. Without an API key the run stays on disk, for ``wandb sync``.
+    It needs the extra ``osd-llm[wandb]``. Without an API key the run stays on disk, for ``wandb sync``.
     """
 
     def __init__(self, folder: Path, domain: str) -> None:
@@ -141,7 +141,7 @@ def check(settings: Settings) -> None:
     """
     name = settings.trainer.tracking
     if settings.trainer.enabled and TRACKERS[name] and importlib.util.find_spec(name) is None:
-        extra = name if name == "tensorboard" else f"osd[{name}]"
+        extra = name if name == "tensorboard" else f"osd-llm[{name}]"
         raise ConfigError(f"trainer.tracking {name} needs a package that is not installed: pip install '{extra}'")
 
 

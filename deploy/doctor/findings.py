@@ -73,7 +73,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
 
 def _packages(settings: Settings) -> Finding:
     wrong: list[str] = []
-    for line in importlib.metadata.requires("osd") or ():
+    for line in importlib.metadata.requires("osd-llm") or ():
         requirement = Requirement(line)
         if requirement.marker is not None and not any(
             requirement.marker.evaluate({"extra": extra}) for extra in ("", "serve")
@@ -87,8 +87,8 @@ def _packages(settings: Settings) -> Finding:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if wrong:
-        return Finding("packages", "failure", f"{', '.join(wrong)}; install osd[serve] again")
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("osd", *_SHOWN)]
+        return Finding("packages", "failure", f"{', '.join(wrong)}; install osd-llm[serve] again")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("osd-llm", *_SHOWN)]
     return Finding("packages", "ok", ", ".join([*versions, f"Python {platform.python_version()}"]))
 
 

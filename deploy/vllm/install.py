@@ -57,7 +57,7 @@ def install(folder: Path, report: Callable[[str], None]) -> Path:
         if (source / "pyproject.toml").is_file():
             _link(folder, source)
         else:
-            _run([*pip, "install", f"osd=={osd.__version__}"])
+            _run([*pip, "install", f"osd-llm=={osd.__version__}"])
         check_environment(python)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

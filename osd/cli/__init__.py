@@ -12,6 +12,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "osd":
             raise
-        print(f"osd: the package {error.name} is missing: run pip install 'osd[serve]'", file=sys.stderr)
+        print(f"osd: the package {error.name} is missing: run pip install 'osd-llm[serve]'", file=sys.stderr)
         sys.exit(2)
     app()

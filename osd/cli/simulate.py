@@ -53,7 +53,7 @@ def simulate(
         from osd.simulation.step_costs import CostsError
         from osd.traffic.prompt import TrafficError
     except ModuleNotFoundError as error:
-        fail(f"osd simulate needs {error.name}: pip install 'osd[simulate]'")
+        fail(f"osd simulate needs {error.name}: pip install 'osd-llm[simulate]'")
     with stop_signals():
         try:
             simulation = Simulation(settings, scenario, say)

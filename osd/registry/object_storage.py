@@ -299,7 +299,7 @@ class ObjectStorage(Storage):
             import botocore.config
             import botocore.session
         except ImportError:
-            reason = "needs packages that are not installed: pip install 'osd[s3]'"
+            reason = "needs packages that are not installed: pip install 'osd-llm[s3]'"
             raise OSError(errno.ENOPKG, f"registry.url {self._url} {reason}") from None
         timeouts = botocore.config.Config(connect_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS)
         return botocore.session.Session().create_client("s3", config=timeouts)

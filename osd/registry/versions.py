@@ -113,7 +113,7 @@ class Registry:
                     "created": time.time(),
                     "sha256": hashlib.sha256(data).hexdigest(),
                     "config_sha256": hashlib.sha256(config_data).hexdigest(),
-                    "code_version": _package_version("osd"),
+                    "code_version": _package_version("osd-llm"),
                     "packages": {name: _package_version(name) for name in _PACKAGES},
                 }
             )

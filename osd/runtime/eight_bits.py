@@ -25,7 +25,7 @@ def check(weights: str, gpu: bool) -> None:
     """
     if gpu:
         if importlib.util.find_spec("torchao") is None:
-            missing = "needs a package that is not installed: pip install 'osd[gpu]'"
+            missing = "needs a package that is not installed: pip install 'osd-llm[gpu]'"
             raise ValueError(f"target.weights {weights} on a GPU {missing}")
     elif weights == "fp8":
         raise ValueError("target.weights fp8 needs a GPU; a CPU has int8")

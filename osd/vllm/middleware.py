@@ -72,7 +72,7 @@ class OsdMiddleware:
             from osd.vllm.capture_control import CaptureControl
             from osd.vllm.reporting import Reporting
         except ImportError as error:
-            log.error("capture is off: %s needs the packages of osd[vllm]: %s", CAPTURE, error)
+            log.error("capture is off: %s needs the packages of osd-llm[vllm]: %s", CAPTURE, error)
             return []
         control = CaptureControl(engine)
         try:

@@ -65,7 +65,7 @@ class RecallProposer:
             try:
                 from osd.vllm.sharing import Sharing
             except ModuleNotFoundError as error:
-                raise SettingsError(f"{REDIS_URL} needs {error.name}: pip install 'osd[vllm]'") from None
+                raise SettingsError(f"{REDIS_URL} needs {error.name}: pip install 'osd-llm[vllm]'") from None
             names = (model.model, model.revision, model.tokenizer, self._vocabulary)
             model_hash = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
             self._sharing = Sharing(settings.redis_url, model_hash, self._vocabulary, self._memory, recall)

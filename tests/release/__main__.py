@@ -66,7 +66,7 @@ def build() -> str:
 
 def bill() -> str:
     """Write the bill of materials of the image in CycloneDX's format; return its name and content."""
-    file = DIST / f"osd-{version()}.cdx.json"
+    file = DIST / f"osd-llm-{version()}.cdx.json"
     with tempfile.TemporaryDirectory() as folder:
         _run([sys.executable, "-m", "venv", folder])
         _run([f"{folder}/bin/pip", "install", "--disable-pip-version-check", "--quiet", CYCLONEDX])

@@ -281,9 +281,9 @@ def test_dockerfile_has_no_hadolint_findings():
 
 def requirements_of(extras: set[str]) -> dict[str, Requirement]:
     """Return the requirements of osd with these extras on this machine, by name."""
-    lines = map(Requirement, importlib.metadata.requires("osd") or ())
+    lines = map(Requirement, importlib.metadata.requires("osd-llm") or ())
     here = [line for line in lines if any(not line.marker or line.marker.evaluate({"extra": e}) for e in extras)]
-    return {canonicalize_name(line.name): line for line in here if line.name != "osd"}
+    return {canonicalize_name(line.name): line for line in here if line.name != "osd-llm"}
 
 
 def test_hashed_requirements_of_the_image_agree_with_the_project():

@@ -51,7 +51,7 @@ def test_workers_without_ray_train_packages_are_refused(monkeypatch: pytest.Monk
     settings = Settings(trainer={"workers": 2})  # type: ignore[arg-type]
     check_settings(settings)
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == "pyarrow" else True)
-    with pytest.raises(ConfigError, match=r"^trainer\.workers 2 needs .* pip install 'osd\[cluster\]'$"):
+    with pytest.raises(ConfigError, match=r"^trainer\.workers 2 needs .* pip install 'osd-llm\[cluster\]'$"):
         check_settings(settings)
     check_settings(Settings(trainer={"workers": 2, "enabled": False}))  # type: ignore[arg-type]
     check_settings(Settings())

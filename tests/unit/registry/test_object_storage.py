@@ -383,7 +383,7 @@ def test_missing_credentials_are_named(url: str, tmp_path: Path, monkeypatch: py
 
 def test_missing_botocore_names_the_package_to_install(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "botocore.session", None)
-    with pytest.raises(ConfigError, match=r"packages that are not installed: pip install 'osd\[s3\]'$"):
+    with pytest.raises(ConfigError, match=r"packages that are not installed: pip install 'osd-llm\[s3\]'$"):
         check_settings(settings_at(url, tmp_path))
 
 

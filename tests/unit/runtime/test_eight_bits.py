@@ -16,7 +16,7 @@ from tests.unit.runtime.rows import rows_of
 from tests.unit.runtime.test_model import build, everything, prompt
 
 needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed: pip install 'osd[gpu]'"
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed: pip install 'osd-llm[gpu]'"
 )
 KINDS = pytest.mark.parametrize(("kind", "error"), [("int8", 0.01), ("fp8", 0.04)])
 
@@ -54,8 +54,8 @@ def test_narrow_model_has_a_small_divergence(family: str, kind: str, error: floa
 
 
 REFUSED = {
-    ("int8", "cuda", "torchao"): r"target\.weights int8 on a GPU needs .* pip install 'osd\[gpu\]'$",
-    ("fp8", "cuda", "torchao"): r"target\.weights fp8 on a GPU needs .* pip install 'osd\[gpu\]'$",
+    ("int8", "cuda", "torchao"): r"target\.weights int8 on a GPU needs .* pip install 'osd-llm\[gpu\]'$",
+    ("fp8", "cuda", "torchao"): r"target\.weights fp8 on a GPU needs .* pip install 'osd-llm\[gpu\]'$",
     ("fp8", "cpu", ""): "target\\.weights fp8 needs a GPU; a CPU has int8$",
     ("int8", "cpu", "kernels"): "target\\.weights int8 needs a GPU, or a CPU with AVX2",
 }

@@ -194,7 +194,7 @@ def test_collector_without_the_packages_is_a_config_error(monkeypatch):
     settings = Settings.model_validate({"serving": {"otlp_endpoint": "http://127.0.0.1:4318"}})
     check_settings(settings)
     monkeypatch.setattr(contradictions, "_TRACING_NEEDS", ("nowhere.to.be.found",))
-    with pytest.raises(ConfigError, match=r"serving\.otlp_endpoint needs packages .* pip install 'osd\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"serving\.otlp_endpoint needs packages .* pip install 'osd-llm\[otel\]'"):
         check_settings(settings)
     check_settings(Settings())
 

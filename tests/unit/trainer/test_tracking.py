@@ -31,7 +31,7 @@ def test_tensorboard_stores_numbers_and_text_by_step(tmp_path):
     assert words.tensor_proto.string_val[0] == b"acceptance fell"
 
 
-@pytest.mark.parametrize(("name", "extra"), [("mlflow", "osd[mlflow]"), ("wandb", "osd[wandb]")])
+@pytest.mark.parametrize(("name", "extra"), [("mlflow", "osd-llm[mlflow]"), ("wandb", "osd-llm[wandb]")])
 def test_check_refuses_a_tracker_that_is_not_installed(tmp_path, monkeypatch, name, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ConfigError) as refused:
