@@ -109,12 +109,12 @@ class NativeMemory:
 
     def learn_tokens(self, text: Text, tokens: NDArray[np.int32], drafted: bool, now: int) -> None:
         """Learn ``tokens`` as certain continuations of ``text``, and append them."""
-        self._quick.osd_recall_hear(self.address, _address(text), tokens.ctypes.data, len(tokens), drafted, now)
+        self._quick.osd_recall_learn_tokens(self.address, _address(text), tokens.ctypes.data, len(tokens), drafted, now)
 
     def predict(self, text: Text, most: int) -> tuple[list[int], list[float]]:
         """Return up to ``most`` tokens that may follow ``text``, in descending order, and their probabilities."""
         ids, q = array("q", [0] * most), array("f", [0.0] * most)
-        count = self._quick.osd_recall_query(
+        count = self._quick.osd_recall_predict(
             self.address, _address(text), most, ids.buffer_info()[0], q.buffer_info()[0]
         )
         return ids.tolist()[:count], q.tolist()[:count]

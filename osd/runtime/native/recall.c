@@ -557,7 +557,8 @@ void osd_recall_learn(Recall *recall, Text *text, int64_t count, const int64_t *
 
 /* Learn tokens that the target put after a text with unknown distributions, each with probability 1, and append them. With
  * `drafted`, count the accuracy of the drafts that could have been made. */
-void osd_recall_hear(Recall *recall, Text *text, const int32_t *tokens, int64_t count, int drafted, uint32_t now) {
+void osd_recall_learn_tokens(Recall *recall, Text *text, const int32_t *tokens, int64_t count, int drafted,
+                             uint32_t now) {
   const float sure = 1;
   Mixture m;
   for (int64_t i = 0; i < count; i++) {
@@ -867,7 +868,7 @@ int64_t osd_recall_draw(const DraftRequest *requests, int64_t sequences, int64_t
 }
 
 /* Write the mixture after the end of a text: up to `most` tokens and their probabilities; returns their number. */
-int64_t osd_recall_query(Recall *recall, const Text *text, int64_t most, int64_t *ids, float *q) {
+int64_t osd_recall_predict(Recall *recall, const Text *text, int64_t most, int64_t *ids, float *q) {
   int32_t tail[TAIL];
   Mixture m;
   tail_of(text, tail);
