@@ -4,85 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.config import AutoscalingConfig, BackpressureConfig, DeploymentActorConfig, RequestRouterConfig
-from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from osd import logs
 from osd.config import Settings
 from osd.sealed import SealedSettings, seal
-from serving.metrics.history import Bins
+from serving.metrics.ray_metrics import RayMetrics
 from serving.metrics.replicas import ACTOR, ReplicaMetrics
-from serving.metrics.report import Report, ServiceTotals
 
 if TYPE_CHECKING:
     from serving.telemetry.tracing import Tracing
 
-logger = logging.getLogger(__name__)
-
 CLOSE_SECONDS = 10.0
 """Time in which an idle replica shuts down."""
-
-_ANSWER_SECONDS = 2.0
 
 _LOOK_BACK_SECONDS, _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 10.0, 10.0, 60.0
 """Window over which Ray Serve averages requests, and delays before it adds and removes replicas."""
 
 _HEAD = "node:__internal_head__"
 """Resource that only the head node of a Ray cluster has."""
-
-
-class RayMetrics:
-    """Metrics of all replicas in a Ray actor; methods return None while the actor cannot be reached."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._failing = False
-
-    def push(self, report: Report) -> float | None:
-        """Deliver a report within two seconds; return the seconds until the next report."""
-        try:
-            pause: float = ray.get(self._actor().push.remote(report), timeout=_ANSWER_SECONDS)
-        except (RayError, RayServeException, GetTimeoutError, ValueError) as error:
-            self._handle_failure(error)
-            return None
-        self._failing = False
-        return pause
-
-    async def totals(self) -> ServiceTotals | None:
-        """Return the counters of all replicas."""
-        return await self._call("totals", time.time())
-
-    async def bins(self, seconds: int, since: int | None) -> Bins | None:
-        """Return the history over the last ``seconds``, without the bins up to ``since``."""
-        return await self._call("bins", time.time(), seconds, since)
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            reference = getattr(self._actor(), method).remote(*arguments)
-            return await asyncio.wait_for(reference, _ANSWER_SECONDS)
-        except (RayError, RayServeException, TimeoutError, ValueError) as error:
-            self._handle_failure(error)
-            return None
-
-    def _actor(self) -> Any:
-        # Serve replaces an actor that died, so look it up again after a failure.
-        if self._handle is None:
-            self._handle = serve.get_deployment_actor(ACTOR)
-        return self._handle
-
-    def _handle_failure(self, error: Exception) -> None:
-        self._handle = None
-        if not self._failing:
-            logger.warning("cannot reach the metrics actor of the replicas: %s", type(error).__name__)
-        self._failing = True
 
 
 @serve.ingress()  # pyright: ignore[reportUntypedClassDecorator] # Ray gives it no types

@@ -117,7 +117,7 @@ class TrainerSettings(Section):
     workers: int = Field(
         default=1,
         ge=1,
-        description="processes that train each drafter together, on different records; more than 1 needs osd-llm[cluster]",
+        description="processes that train each drafter together, on other records; more than 1 needs osd-llm[cluster]",
     )
     processes: int = Field(
         default=1, ge=1, le=64, description="trainers that share the domains; each domain has one trainer"

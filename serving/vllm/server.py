@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from osd import logs
 from osd.config import Settings
 from osd.sealed import SealedSettings
-from serving.app import RayMetrics
+from serving.metrics.ray_metrics import RayMetrics
 
 _OPENMP = "libiomp5.so"
 """OpenMP of Intel, which comes with vLLM for CPUs and which its manual says to load first."""

@@ -671,7 +671,7 @@ def test_first_version_vocabulary_is_capped_by_the_target(targets: dict[str, Pat
 @pytest.mark.parametrize(
     ("name", "taps"),
     [
-        ("eagle", (0, 2, 2)), ("early_exit", (2, 5, 7)), ("falcon", (3,)), ("kangaroo", (1,)), ("medusa", (3,)),
+        ("eagle", (0, 1, 2)), ("early_exit", (2, 5, 7)), ("falcon", (3,)), ("kangaroo", (1,)), ("medusa", (3,)),
         ("language_model", ()), ("prompt_tokens", ()),
     ],
 )  # fmt: skip

@@ -114,4 +114,5 @@ def test_swap_of_a_mixed_drafter_keeps_recall(target_dir: Path, oracle: Oracle) 
         assert sum(table.used() for table in client.engine.pool.memories("general").tables) >= known > 0
         assert ("general", 2) in client.engine.counters().by_version
     assert results["before"].tokens == results["after"].tokens == oracle.greedy(prompt, 40)
-    assert results["after"].counts.accepted > results["before"].counts.accepted
+    assert "recall" not in results["before"].counts.by_source
+    assert results["after"].counts.by_source["recall"].accepted > 0

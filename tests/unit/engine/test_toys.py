@@ -132,7 +132,7 @@ def test_drafter_with_unmet_needs_is_refused(target_dir: Path) -> None:
         pool, eagle = client.engine.pool, make_drafter("eagle", target_dir)
         with pytest.raises(DrafterError, match="this rider drafter has 2 riders, but there is room for 0"):
             pool.open("poems", 7, {}, Rider())
-        with pytest.raises(DrafterError, match=r"reads layers \[0, 2, 2\], but the target is tapped at \[\]"):
+        with pytest.raises(DrafterError, match=r"reads layers \[0, 1, 2\], but the target is tapped at \[\]"):
             pool.open("code", 7, eagle.weights(), eagle)
         assert list(pool.domains) == ["general"]
 
