@@ -12,6 +12,7 @@ _BENCH = {
         "engine.rules:rules": "Compare verification rules and growth policies on one text.",
         "engine.weights:weights": "Compare int8 weights of the target with full ones.",
         "engine.context:context": "Measure token selection on long contexts.",
+        "engine.host:host": "Measure the host's time between two forwards, without a GPU.",
     },
     "The service": {
         "service.serve:serve": "Measure the latencies of a service under an open load.",

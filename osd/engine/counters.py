@@ -12,6 +12,7 @@ from osd.histogram import ACCEPTED, Histogram
 from osd.metrics import Labels, Listed, Metric, SourceCounts, SpeculationCounts
 
 if TYPE_CHECKING:
+    from osd.engine.domain_drafters import ActiveDrafter
     from osd.engine.sequence import SequenceState
     from osd.engine.step import SequenceOutcome, StepOutcome
     from osd.engine.thinking import Phase
@@ -135,7 +136,7 @@ class EngineCounters:
         return SpeculationCounts.sum(self.by_version.values())
 
     def count_tokens(
-        self, outcome: StepOutcome, drafted_by: Callable[[SequenceState], tuple[str, int]], now: float
+        self, outcome: StepOutcome, drafted_by: Callable[[ActiveDrafter | None], tuple[str, int]], now: float
     ) -> None:
         """Count the tokens of a step that ended at ``now``; ``drafted_by`` returns domain and version of a drafter."""
         self.forwards += 1
@@ -146,7 +147,7 @@ class EngineCounters:
             self.phase_tokens[result.phase] += result.tokens
             self.histograms.observe_tokens(result.sequence.lifetime, now)
             if result.tree.tokens:
-                version_counts = version_entry(self.by_version, drafted_by(result.sequence), SpeculationCounts)
+                version_counts = version_entry(self.by_version, drafted_by(result.drafter), SpeculationCounts)
                 phase_counts = self.by_phase.setdefault(result.phase, SpeculationCounts())
                 drafted, accepted = result.drafted, result.accepted
                 for counts in (result.sequence.counts, version_counts, phase_counts):
@@ -158,7 +159,7 @@ class EngineCounters:
         self.busy_seconds += seconds
         self.token_seconds += seconds * len(outcome.sequences)
         for result in outcome.sequences:
-            if (drafter := result.sequence.drafter) is not None:
+            if (drafter := result.drafter) is not None:
                 before = self.busy_by_domain.pop(drafter.domain, 0.0)
                 self.busy_by_domain[drafter.domain] = before + seconds / len(outcome.sequences)
         while len(self.busy_by_domain) > MAX_DOMAINS:

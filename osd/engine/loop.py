@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 from osd.config import Settings
 from osd.drafting.base import Drafter
@@ -24,7 +24,16 @@ from osd.engine.request_router import RequestRouter
 from osd.engine.scheduler import Scheduler
 from osd.engine.sequence import SequenceState
 from osd.engine.slots import SlotManager
-from osd.engine.step import CaptureDetail, SequenceOutcome, StepOutcome, commit, draft, verify
+from osd.engine.step import (
+    AdvancedStep,
+    CaptureDetail,
+    StepOutcome,
+    account,
+    advance,
+    draft,
+    launch,
+    read,
+)
 from osd.engine.tracing import StatesWeight, Tracer, TraceSink
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel, TargetLostError
@@ -32,8 +41,20 @@ from osd.runtime.model import SlotModel, TargetLostError
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Unaccounted:
+    """Step that has advanced, with its start and its end on ``time.perf_counter``; None ends it with its reports."""
+
+    step: AdvancedStep
+    start: float
+    end: float | None
+
+
 class DecodeLoop:
     """Continuous batching on one thread, which calls ``run``.
+
+    A device computes a step while the host accounts for the step before: its text, stop strings, traces, reports and
+    costs. On a CPU the forward runs in the calling thread, so the host accounts for a step at once.
 
     Any other thread may read and change the public attributes while it holds ``changed``.
 
@@ -79,6 +100,8 @@ class DecodeLoop:
         self.cancelled: set[str] = set()
         self.speculate = True
         self.stopping = False
+        self._overlaps = target.bucketed is not None
+        self._unaccounted: _Unaccounted | None = None
 
     def run(self) -> None:
         """Decode until ``stopping``, and then cancel the remaining requests."""
@@ -96,11 +119,8 @@ class DecodeLoop:
             self.health.decoding_ended(str(error) if isinstance(error, TargetLostError) else type(error).__name__)
             with self.changed:
                 self.stopping = True
+                self._account_for_rest()
                 self._fail(self.scheduler.sequences(), error)
-
-    def drafted_by(self, s: SequenceState) -> tuple[str, int]:
-        """Return domain and version of a sequence's drafter."""
-        return self._version_of(s.drafter)
 
     def _version_of(self, drafter: ActiveDrafter | None) -> tuple[str, int]:
         """Return domain and version of a drafter, None for the default drafter."""
@@ -115,6 +135,7 @@ class DecodeLoop:
             self._is_idle()
             self.health.begin_work()
             if self.stopping:
+                self._account_for_rest()
                 self._cancel(self.scheduler.sequences())
             return not self.stopping
 
@@ -134,6 +155,8 @@ class DecodeLoop:
         """Swap drafters, admit requests and run a decoding step if a sequence runs; only on the thread of ``run``."""
         try:
             with self.changed:
+                if self.cancelled or (self.pool is not None and self.pool.staged):
+                    self._account()  # what ends or changes now must not see the results of an earlier step later
                 self._swap()
                 self.scheduler.follow_alternates()
                 self._cancel(self.scheduler.with_ids(self.cancelled))
@@ -155,6 +178,7 @@ class DecodeLoop:
             log.exception("a decoding step failed")
             self.health.step_failed(type(error).__name__)
             with self.changed:
+                self._account_for_rest()
                 self._fail(list(self.scheduler.running), error)
 
     def _try(self, s: SequenceState, act: Callable[[SequenceState], None]) -> bool:
@@ -204,54 +228,80 @@ class DecodeLoop:
             self._try(s, self.scheduler.cancel)
 
     def _decode(self) -> None:
+        """Run a decoding step; the device works from ``launch`` to the end of ``read``."""
         start = time.perf_counter()
         for s in self.scheduler.running:
             s.take_turn()
-        plan = self.scheduler.plan(self.speculate)
-        drafts = draft(plan, self._target.device)
-        verified = verify(drafts, self._target, self._detail.top_k)
-        outcome = commit(verified, self._slots, self._detail)
-        with self.changed:
-            self.counters.cached_tokens = self.scheduler.cached_tokens
-            self.counters.preemptions = self.scheduler.preemptions
-            self.counters.count_tokens(outcome, self.drafted_by, time.monotonic())
-        for s, error in outcome.failed.items():
+        drafts = draft(self.scheduler.plan(self.speculate), self._target.device)
+        launched = launch(drafts, self._target, self._detail.top_k)
+        self._account()
+        advanced = advance(read(launched), self._slots)
+        self._unaccounted = _Unaccounted(advanced, start, time.perf_counter() if self._overlaps else None)
+        for s, error in advanced.failed.items():
             self._fail_alone(s, error)
-        for result in outcome.sequences:
-            self._try(result.sequence, partial(self._settle, result))
-        seconds = time.perf_counter() - start
-        self._compare_versions(outcome, seconds)
-        self.planner.observe(outcome, seconds)
         with self.changed:
-            self.counters.count_seconds(outcome, seconds)
+            for s in advanced.sequences:
+                self._try(s, self.scheduler.settle)
+        if not self._overlaps or not self.scheduler.running:
+            self._account()
+
+    def _account(self) -> None:
+        """Account for the step that has advanced, if any: count, trace and report its tokens, and learn its costs."""
+        done, self._unaccounted = self._unaccounted, None
+        if done is None:
+            return
+        try:
+            outcome = account(done.step, self._detail)
+            with self.changed:
+                self.counters.cached_tokens = self.scheduler.cached_tokens
+                self.counters.preemptions = self.scheduler.preemptions
+                self.counters.count_tokens(outcome, self._version_of, time.monotonic())
+            for s, error in outcome.failed.items():
+                self._fail_alone(s, error)
+            for result in outcome.sequences:
+                self._try(result.sequence, self._report)
+            seconds = (done.end or time.perf_counter()) - done.start
+            self._compare_versions(outcome, seconds)
+            self.planner.observe(outcome, seconds)
+            with self.changed:
+                self.counters.count_seconds(outcome, seconds)
+        except Exception as error:
+            with self.changed:
+                self._fail(list(done.step.sequences), error)
+            raise
+
+    def _account_for_rest(self) -> None:
+        """Account for the last step before all sequences end; its tokens are valid whatever happens after it."""
+        try:
+            self._account()
+        except Exception:
+            log.exception("the results of the last step are lost")
 
     def _compare_versions(self, outcome: StepOutcome, seconds: float) -> None:
         """Add the step to the comparisons of versions that took part in it."""
-        alternates = {each for result in outcome.sequences if (each := result.sequence.alternate) is not None}
+        alternates = {result.alternate for result in outcome.sequences if result.alternate is not None}
         if self.pool is None or not alternates:
             return
         switchback = self.planner.switchback
-        drafts = self.speculate and (switchback is None or switchback.drafts)
         costs = None if switchback is None else switchback.costs
-        step = measured_step(outcome, seconds, drafts)
+        step = measured_step(outcome, seconds)
         for alternate in alternates:
             bank = switchback.bank if switchback is not None and alternate.reference else None
-            if not drafts:
+            if not outcome.drafts:
                 alternate.turns.interrupt()
             elif not outcome.exceptional:
                 alternate.turns.observe(step, costs, bank)
         self.pool.settle()
 
-    def _settle(self, result: SequenceOutcome, s: SequenceState) -> None:
-        """Send the outcome of a step to the client and the trace of a sequence, and release it if it has finished."""
-        if not result.forced:
-            s.limit = s.policy.growth.next_limit(s.limit, len(result.tree.tokens), len(result.path))
+    def _report(self, s: SequenceState) -> None:
+        """Send the outcome of a step to the client and the trace of a sequence, and release it if it has ended."""
         s.report()
         self._tracer.emit(s, *self._version_of(s.learner))
-        if s.finish and self.router is not None and self.speculate:
+        if not s.finish:
+            return
+        if self.router is not None and self.speculate:
             self.router.observe_end(s)
         with self.changed:
             self.counters.count_end(s)
-            self.scheduler.settle(s)
-        if s.finish:
-            self.health.request_ended()
+            self.scheduler.remove(s)
+        self.health.request_ended()

@@ -43,7 +43,11 @@ class Planner:
         self._rates = TokenRates()
         self._growths: WeakSet[Growth] = WeakSet()
         self._shares: WeakKeyDictionary[ActiveDrafter, NodeShares] = WeakKeyDictionary()
-        self._may_draft = False  # whether drafters may draft in this step
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafters may draft in the next step."""
+        return self.switchback is None or self.switchback.drafts
 
     def limits(
         self, scheduled: Sequence[ScheduledSequence], running: int
@@ -55,8 +59,7 @@ class Planner:
             running: number of running sequences, including sequences that wait with their prompts.
         """
         missed: dict[SequenceState, int] = {}
-        self._may_draft = True
-        if self.switchback is not None and not self.switchback.drafts:
+        if not self.drafts:
             return {}, missed, None
         limits = {entry.sequence: self._room(entry) for entry in scheduled if entry.may_draft}
         if not self._governed:
@@ -99,16 +102,14 @@ class Planner:
         """Learn from the outcome of a step that took ``seconds``."""
         by_drafter: dict[ActiveDrafter, list[SequenceOutcome]] = defaultdict(list)
         for result in outcome.sequences:
-            s = result.sequence
-            if result.proposed and s.drafter is not None and s.policy is self._policy:
-                by_drafter[s.drafter].append(result)
+            if result.proposed and result.drafter is not None and result.sequence.policy is self._policy:
+                by_drafter[result.drafter].append(result)
         if not outcome.exceptional:
             self._learn_costs(outcome, by_drafter, seconds)
             self._learn_rate(outcome, seconds)
             self._learn_shares(by_drafter)
-            if self.switchback is not None and self._may_draft:
-                self.switchback.observe(measured_step(outcome, seconds, self.switchback.drafts))
-        self._may_draft = False
+            if self.switchback is not None and outcome.drafts is not None:
+                self.switchback.observe(measured_step(outcome, seconds))
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for result in outcome.sequences:
             if result.proposed:
@@ -145,17 +146,16 @@ class Planner:
     def _learn_rate(self, outcome: StepOutcome, seconds: float) -> None:
         """Add the step to the token rates, unless it reads prompts, has forced tokens or must not draft."""
         streams = len(outcome.sequences)
-        may_draft = self._may_draft and (self.switchback is None or self.switchback.drafts)
-        if may_draft and outcome.plain_rows == streams and not any(result.forced for result in outcome.sequences):
+        if outcome.drafts and outcome.plain_rows == streams and not any(result.forced for result in outcome.sequences):
             self._rates.observe(streams, sum(result.tokens for result in outcome.sequences), seconds)
 
     def _learn_shares(self, by_drafter: dict[ActiveDrafter, list[SequenceOutcome]]) -> None:
+        if self._policy.growth.is_priced:
+            return
         for drafter, results in by_drafter.items():
-            shares = None if self._policy.growth.is_priced else self._shares_of(drafter)
+            shares = self._shares_of(drafter)
             for result in results:
-                result.sequence.last_drafted_step = result.sequence.step
-                if shares is not None:
-                    shares.observe(len(result.tree.tokens), result.path, len(result.tree.rider_tokens))
+                shares.observe(len(result.tree.tokens), result.path, len(result.tree.rider_tokens))
 
     def reset(self, drafter: ActiveDrafter) -> None:
         """Reset the statistics after the weights of a drafter have changed."""
@@ -173,8 +173,8 @@ class Planner:
         return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(entry.forced), 0)
 
 
-def measured_step(outcome: StepOutcome, seconds: float, drafts: bool) -> Step:
-    """Return a step as input of a switchback; without ``drafts`` the upkeep of drafters is not part of its duration.
+def measured_step(outcome: StepOutcome, seconds: float) -> Step:
+    """Return a step as input of a switchback; the upkeep of drafters is not part of the duration of plain steps.
 
     Tokens that a grammar forces count as prompt rows, because they come with and without drafters.
     """
@@ -182,7 +182,7 @@ def measured_step(outcome: StepOutcome, seconds: float, drafts: bool) -> Step:
     streams, upkeep = len(outcome.sequences), sum(outcome.upkeep_seconds.values())
     tokens = sum(result.tokens for result in outcome.sequences) - forced
     rows = outcome.plain_rows - streams + forced
-    return Step(seconds if drafts else seconds - upkeep, streams, rows, max(tokens, streams))
+    return Step(seconds if outcome.drafts else seconds - upkeep, streams, rows, max(tokens, streams))
 
 
 def _depth(parents: Sequence[int]) -> int:

@@ -160,7 +160,8 @@ class Scheduler:
                     reading.append(scheduled[-1])
         if not speculate or self._pool is None:
             return StepPlan(scheduled, {}, {})
-        return StepPlan(scheduled, *self._planner.limits(scheduled, len(self.running)))
+        limits = self._planner.limits(scheduled, len(self.running))
+        return StepPlan(scheduled, *limits, drafts=self._planner.drafts)
 
     def _scheduled(self, s: SequenceState, count: int, speculate: bool) -> ScheduledSequence:
         """Schedule ``count`` tokens of a sequence, and the tokens that its grammar forces after them.

@@ -122,7 +122,7 @@ class SequenceState:
         self.delivered = self._traced = 0  # _traced: number of tokens whose states the trace has
         prompt = request.prompt_ids if request.completes else ()
         self._text = TextStream(tokenizer, request.stop, prompt, request.thinking)
-        self._new: list[int] = []
+        self._read = self._reported = len(request.prompt_ids)  # numbers of tokens whose text is read, and that are sent
         self.logprobs: list[TokenLogprobs] = []
         self.sources: list[str] = []
         self.thinking = 0
@@ -169,6 +169,8 @@ class SequenceState:
     def append(self, tokens: list[int], states: Tensor | None = None) -> list[int]:
         """Append generated tokens up to the end of the request, and return the appended tokens.
 
+        A stop string is found only when ``read_text`` reads the text of the tokens.
+
         Args:
             tokens: generated.
             states: [n, taps * hidden] of the target; the last rows precede the tokens. The controller judges them.
@@ -185,32 +187,46 @@ class SequenceState:
         return kept
 
     def _append(self, tokens: list[int]) -> list[int]:
+        tokens = tokens[: self.remaining]
         for count, token in enumerate(tokens, 1):
-            before = self.phase
             self.tokens.append(token)
-            self._new.append(token)
-            early = self.generated < self.request.min_tokens
-            if token in self._ends:
+            if token in self._ends or self._ends_by_grammar(token):
                 self.finish = "stop"
-            elif self._text.push(token, early):
-                self._text.close()
-                self.finish = "stop"
-            elif self._completes_grammar(token):
-                self.finish = "stop"
-            elif self.remaining == 0:
-                self.finish = "length"
-            if "thinking" in (before, self.phase):
-                self.thinking = self.generated
-            if self.finish:
                 return tokens[:count]
+        if not self.remaining:
+            self.finish = "length"
         return tokens
 
-    def _completes_grammar(self, token: int) -> bool:
-        """Return whether the grammar, if any, allows only an end after ``token``."""
+    def read_text(self) -> None:
+        """Decode the text of the tokens appended since the last call; a stop string ends the request.
+
+        The tokens after those with the stop string are dropped.
+        """
+        prompt = len(self.request.prompt_ids)
+        while self._read < len(self.tokens):
+            token, before = self.tokens[self._read], self.phase
+            self._read += 1
+            generated = self._read - prompt
+            if token not in self._ends and self._text.push(token, early=generated < self.request.min_tokens):
+                self._text.close()
+                del self.tokens[self._read :]
+                self.finish = "stop"
+                if self.completion is not None:
+                    self.completion.clear_stop()
+            if "thinking" in (before, self.phase):
+                self.thinking = generated
+
+    def _ends_by_grammar(self, token: int) -> bool:
+        """Return whether the text ends before ``token`` or the grammar, if any, allows only an end after it.
+
+        A stop string must end the text before the grammar reads the token, because the grammar can end it by an error.
+        """
         if self.constraint is None:
             return False
-        self.constraint.advance(token)
-        return self.constraint.complete
+        self.read_text()
+        if self.finish is None:
+            self.constraint.advance(token)
+        return self.finish is not None or self.constraint.complete
 
     @property
     def drafters(self) -> list[ActiveDrafter]:
@@ -329,14 +345,15 @@ class SequenceState:
             text = self._text.take(last=self.finish is not None)
         except Exception as error:
             raise RequestDataError from error
-        if self._new or self.finish:
+        new = tuple(self.tokens[self._reported : self._read])
+        self._reported = self._read
+        if new or self.finish:
             counts = self.counts if self.finish else None
-            logprobs = tuple(self.logprobs)
-            new, sources = tuple(self._new), tuple(self.sources)
+            logprobs, sources = tuple(self.logprobs), tuple(self.sources)
             self._send(
                 Update(self.request.id, new, text, self.finish, counts, None, logprobs, self.cached, sources=sources)
             )
-        self._new, self.logprobs, self.sources = [], [], []
+        self.logprobs, self.sources = [], []
 
     def fail(self, message: str, refusal: str = "") -> None:
         """End the request with an error; see ``Update`` for ``refusal``."""

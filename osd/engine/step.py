@@ -1,7 +1,9 @@
-"""One decoding step as four immutable values: plan, drafts, verification and outcome.
+"""One decoding step as immutable values: plan, drafts, launch, verification, advance and outcome.
 
-``Scheduler.plan`` makes the plan. ``draft`` calls the drafters. ``verify`` runs one forward of the target over all
-sequences and decides which draft tokens stay. ``commit`` applies the decisions to caches, sequences and traces.
+``Scheduler.plan`` makes the plan. ``draft`` calls the drafters. ``launch`` starts one forward of the target over all
+sequences, and the verification of their drafts. ``read`` waits for the device and decides which draft tokens stay.
+``advance`` does what the next step needs: caches, tokens, drafters. ``account`` does the rest, text, stop strings and
+traces, and may run after the launch of the next step.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from osd.drafting.session import TargetRows, Tree
 from osd.engine.completion import SkippedLayers
-from osd.engine.domain_drafters import ActiveDrafter
+from osd.engine.domain_drafters import ActiveDrafter, AlternateDrafter
 from osd.engine.draft_group import NO_DRAFT, DraftDecision, DraftGroup
 from osd.engine.early_answers import EarlyAnswers
 from osd.engine.exits import resumed_rows
@@ -40,6 +41,7 @@ from osd.runtime.model import SlotModel
 from osd.runtime.resumption import ResumedRows, resume
 from osd.runtime.top import Top, most_probable
 from osd.verification.tree import ROOT
+from osd.verification.verify import PendingVerdicts
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +62,8 @@ class UpkeepTimer:
     def __init__(self) -> None:
         self.seconds: dict[ActiveDrafter, float] = defaultdict(float)
 
-    @contextmanager
-    def charge(self, drafters: Sequence[ActiveDrafter | None]) -> Generator[None]:
-        """Charge the time of the block to ``drafters`` in equal shares; the share of None is not counted."""
-        start = time.perf_counter()
-        yield
+    def charge(self, start: float, drafters: Sequence[ActiveDrafter | None]) -> None:
+        """Charge the time since ``start`` to ``drafters`` in equal shares; the share of None is not counted."""
         share = (time.perf_counter() - start) / max(len(drafters), 1)
         for drafter in drafters:
             if drafter is not None:
@@ -72,30 +71,90 @@ class UpkeepTimer:
 
 
 @dataclass(frozen=True)
-class VerifiedStep:
-    """Result of the target's forward, and the decision for each sequence that draws a token.
+class LaunchedStep:
+    """Forward of the target and verification of the drafts, which a device may still compute.
 
     Attributes:
         packed: rows of the forward.
         tops: by group, copies of the fields of a ``Top`` on their way to the host: the target's most probable tokens.
             None for a group that does not draw the first of them, and whose drafter does not read them.
-        draft_seconds: of the proposals, by drafter.
+        undecided: verification of each group.
         upkeep: work that only drafters need, except the proposals.
+        times: start and end of the forward.
         skipped: layers that did not run, by sequence whose next token might leave early.
         exceptional: whether the times are not typical, because a CUDA graph was recorded or rows might leave early.
     """
 
-    plan: StepPlan
-    groups: Sequence[DraftGroup]
+    drafts: StepDrafts
     packed: PackedStep
     forward: Forward
     tops: Sequence[Arriving | None]
-    decisions: dict[SequenceState, DraftDecision]
-    draft_seconds: dict[ActiveDrafter, float]
+    undecided: Sequence[PendingVerdicts]
     upkeep: UpkeepTimer
-    forward_seconds: float
+    times: tuple[Timestamp, Timestamp]
     skipped: dict[SequenceState, SkippedLayers]
     exceptional: bool
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """Launched step with the decision for each sequence that draws a token.
+
+    Attributes:
+        draft_seconds: of the proposals, by drafter.
+        forward_seconds: of the target's forward.
+    """
+
+    launched: LaunchedStep
+    decisions: dict[SequenceState, DraftDecision]
+    draft_seconds: dict[ActiveDrafter, float]
+    forward_seconds: float
+
+
+@dataclass(frozen=True)
+class AdvancedSequence:
+    """Sequence with its new tokens, before their text is read.
+
+    Attributes:
+        entry: input of the sequence.
+        decision: of the verification.
+        first: row of the logits after the last token of the input.
+        place: of the first new token in ``SequenceState.tokens``.
+        tokens: new tokens; a stop string may still end the text before the last of them.
+        phase: of the first new token.
+        drafter: of this step.
+        alternate: of this step.
+        top: see ``TracedSequence``.
+    """
+
+    entry: ScheduledSequence
+    decision: DraftDecision
+    first: int
+    place: int
+    tokens: list[int]
+    phase: Phase
+    drafter: ActiveDrafter | None
+    alternate: AlternateDrafter | None
+    top: Top | None
+
+    @property
+    def sequence(self) -> SequenceState:
+        """State of the sequence."""
+        return self.entry.sequence
+
+
+@dataclass(frozen=True)
+class AdvancedStep:
+    """Verified step whose tokens are in caches, sequences and drafters.
+
+    Attributes:
+        sequences: sequences that drew a token, by sequence.
+        failed: errors of sequences that could not advance.
+    """
+
+    verified: VerifiedStep
+    sequences: dict[SequenceState, AdvancedSequence] = field(default_factory=dict)
+    failed: dict[SequenceState, Exception] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,7 +162,8 @@ class SequenceOutcome:
     """Outcome of a step for one sequence: number of new ``tokens``, draft ``tree``, and ``path`` of accepted nodes.
 
     A draft is ``forced`` if it starts with tokens that a grammar forces. Such a draft does not measure a drafter.
-    ``phase`` is the phase of the first new token.
+    ``phase`` is the phase of the first new token. ``drafter`` and ``alternate`` are those of this step: the sequence
+    may have others in the next step.
     """
 
     sequence: SequenceState
@@ -112,6 +172,8 @@ class SequenceOutcome:
     path: Sequence[int]
     forced: bool = False
     phase: Phase = "answer"
+    drafter: ActiveDrafter | None = None
+    alternate: AlternateDrafter | None = None
 
     @property
     def proposed(self) -> bool:
@@ -135,13 +197,14 @@ class StepOutcome:
 
     Attributes:
         sequences: outcomes of the sequences that drew a token.
-        failed: errors of sequences whose tokens were not all committed.
+        failed: errors of sequences whose text could not be read.
         missed: number of tokens that a drafter read first, by sequence with a governed draft.
         plain_rows: rows of the forward without drafts.
         draft_seconds: of the proposals, by drafter.
         upkeep_seconds: of other work that only drafters need, by drafter.
-        exceptional: see ``VerifiedStep``.
+        exceptional: see ``LaunchedStep``.
         skipped_layers: target layers that did not run for tokens that left early.
+        drafts: see ``StepPlan``.
     """
 
     sequences: Sequence[SequenceOutcome]
@@ -154,6 +217,7 @@ class StepOutcome:
     forward_seconds: float
     exceptional: bool
     skipped_layers: int = 0
+    drafts: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -195,17 +259,17 @@ def draft(plan: StepPlan, device: torch.device) -> StepDrafts:
 
 
 @torch.inference_mode()
-def verify(drafts: StepDrafts, target: SlotModel, top_k: int) -> VerifiedStep:
-    """Run the target over all sequences and their drafts in one forward, and decide which draft tokens stay.
+def launch(drafts: StepDrafts, target: SlotModel, top_k: int) -> LaunchedStep:
+    """Start one forward of the target over all sequences and their drafts, and the verification of the drafts.
 
     The ``top_k`` most probable tokens are computed once for greedy draws, for recall and for traces: at the rows of
     greedy groups and of groups whose drafter reads them.
     """
-    start = timestamp(target.device)
     packed, rows = _pack(drafts, target.vocabulary)
     early = EarlyAnswers(drafts.plan.sequences, packed)
     exit_rule = early.exit_rule()
     resumed = _resumed(drafts, packed, target)
+    start = timestamp(target.device)
     forward = early.with_head_logits(resume(target, packed.rows, packed.wanted, resumed, exit_rule))
     end = timestamp(target.device)
     upkeep = UpkeepTimer()
@@ -213,26 +277,32 @@ def verify(drafts: StepDrafts, target: SlotModel, top_k: int) -> VerifiedStep:
     for group, group_rows in zip(drafts.groups, rows, strict=True):
         draws_most_probable = group.draws_most_probable(forward.logits)
         reads = group.drafter is not None and group.drafter.needs.target_rows
-        with upkeep.charge([None if draws_most_probable else group.drafter]):
-            tops.append(most_probable(forward.logits, group_rows, top_k) if draws_most_probable or reads else None)
+        started = time.perf_counter()
+        tops.append(most_probable(forward.logits, group_rows, top_k) if draws_most_probable or reads else None)
+        upkeep.charge(started, [None if draws_most_probable else group.drafter])
     # Start the copies before anything waits for the device: recall and traces read them after the decisions.
     arriving = [None if top is None else top.arriving() for top in tops]
     undecided = [
         group.verify(forward.logits, group_rows, top)
         for group, group_rows, top in zip(drafts.groups, rows, tops, strict=True)
     ]
-    values = read_together([verification.tensors for verification in undecided])
+    skipped = early.skipped(forward, len(target.layers))
+    exceptional = exit_rule is not None or GraphRecorder.made > drafts.graphs
+    return LaunchedStep(drafts, packed, forward, arriving, undecided, upkeep, (start, end), skipped, exceptional)
+
+
+@torch.inference_mode()
+def read(launched: LaunchedStep) -> VerifiedStep:
+    """Wait for the device, and return the decisions of a step."""
+    drafts = launched.drafts
+    values = read_together([verification.tensors for verification in launched.undecided])
     decisions: dict[SequenceState, DraftDecision] = {}
-    for group, verification, numbers in zip(drafts.groups, undecided, values, strict=True):
+    for group, verification, numbers in zip(drafts.groups, launched.undecided, values, strict=True):
         decisions |= zip(group.sequences, group.decide(verification, numbers), strict=True)
     seconds: dict[ActiveDrafter, float] = defaultdict(float)
     for drafter, before, after in drafts.times:
         seconds[drafter] += seconds_between(before, after)
-    return VerifiedStep(
-        drafts.plan, drafts.groups, packed, forward, arriving, decisions, seconds, upkeep,
-        seconds_between(start, end), early.skipped(forward, len(target.layers)),
-        exit_rule is not None or GraphRecorder.made > drafts.graphs,
-    )  # fmt: skip
+    return VerifiedStep(launched, decisions, seconds, seconds_between(*launched.times))
 
 
 def _pack(drafts: StepDrafts, vocabulary: int) -> tuple[PackedStep, list[list[int]]]:
@@ -313,102 +383,143 @@ def read_together(parts: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
 
 
 @torch.inference_mode()
-def commit(verified: VerifiedStep, slots: SlotManager, detail: CaptureDetail) -> StepOutcome:
-    """Apply the decisions to caches, sequences and traces.
+def advance(verified: VerifiedStep, slots: SlotManager) -> AdvancedStep:
+    """Apply the decisions to caches, sequences and drafters, as the next step needs them.
 
-    An error of one sequence does not affect another and is in ``StepOutcome.failed``. ``detail`` says how much the
-    traces record.
+    Sequences that have ended since the launch keep their text: their tokens of this step are dropped. An error of one
+    sequence does not affect another and is in ``AdvancedStep.failed``.
     """
-    scheduled, packed, hidden = verified.plan.sequences, verified.packed, verified.forward.hidden
+    launched = verified.launched
+    packed, forward, upkeep = launched.packed, launched.forward, launched.upkeep
+    numbered = [(n, entry) for n, entry in enumerate(launched.drafts.plan.sequences) if not entry.sequence.finish]
+    scheduled = [entry for _, entry in numbered]
     kept = [_offsets(entry, verified.decisions.get(entry.sequence)) for entry in scheduled]
-    upkeep, drafters = verified.upkeep, [entry.sequence.drafter for entry in scheduled]
     slots.keep([entry.sequence for entry in scheduled], [entry.start for entry in scheduled], kept)
-    with upkeep.charge(drafters):
-        tops = _tops(verified)
-    outcomes: list[SequenceOutcome] = []
-    failed: dict[SequenceState, Exception] = {}
-    traced: dict[SequenceState, TracedSequence] = {}
-    skipped_layers = 0
-    for number, (entry, offsets) in enumerate(zip(scheduled, kept, strict=True)):
+    start = time.perf_counter()
+    tops = _tops(launched)
+    upkeep.charge(start, [entry.sequence.drafter for entry in scheduled])
+    advanced = AdvancedStep(verified)
+    for (number, entry), offsets in zip(numbered, kept, strict=True):
         s, decision, first = entry.sequence, verified.decisions.get(entry.sequence), packed.logits[number]
-        states, phase = None, s.phase
-        if hidden is not None:
-            with upkeep.charge([s.drafter]):
-                states = _rows(hidden, packed.first[number], offsets)
-                slots.keep_states(s.slot, entry.start, states)
-        taken = None
+        start, states = time.perf_counter(), None
+        if forward.hidden is not None:
+            states = _rows(forward.hidden, packed.first[number], offsets)
+            slots.keep_states(s.slot, entry.start, states)
         try:
-            taken = _advance(entry, decision, first, verified.forward.logits, states, tops.get(s), upkeep)
+            _deliver(entry, decision, first, forward.logits, states, tops.get(s))
+            upkeep.charge(start, [s.drafter])
+            if decision is not None:
+                place, phase = len(s.tokens), s.phase
+                tokens = _append(entry, decision, states)
+                advanced.sequences[s] = AdvancedSequence(
+                    entry, decision, first, place, tokens, phase, s.drafter, s.alternate, tops.get(s)
+                )
         except Exception as error:
-            failed[s] = error
-        if decision is not None:
-            traced[s] = TracedSequence(decision, taken or [], first, s.trace if taken else None, tops.get(s))
-            if taken is not None:
-                if taken and s.completion is not None and s in verified.skipped:
-                    s.completion.count_skipped(verified.skipped[s])
-                    skipped_layers += verified.skipped[s].layers
-                outcomes.append(SequenceOutcome(s, len(taken), decision.tree, decision.path, bool(entry.forced), phase))
-    for group in verified.groups:
-        try:
-            members = [traced[s] for s in group.sequences]
-            trace_group(group, members, verified.forward.logits, detail.top_k, detail.after_rejected)
-        except Exception:  # an error of capture must not fail a request
-            log.exception("traces of %d requests are lost", len(group.sequences))
-            for s in group.sequences:
-                s.trace = None
-    return StepOutcome(
-        outcomes, failed, verified.plan.missed, len(packed.rows.token_ids),
-        sum(entry.count for entry in scheduled), verified.draft_seconds, upkeep.seconds,
-        verified.forward_seconds, verified.exceptional, skipped_layers,
-    )  # fmt: skip
+            advanced.failed[s] = error
+    return advanced
 
 
-def _advance(
+def _deliver(
     entry: ScheduledSequence,
     decision: DraftDecision | None,
     first: int,
     logits: Tensor,
     states: Tensor | None,
     top: Top | None,
-    upkeep: UpkeepTimer,
-) -> list[int] | None:
-    """Append the decided tokens to one sequence, and return those in its text; None while it still reads its prompt."""
+) -> None:
+    """Pass the read and the decided tokens of one sequence to its drafters; no decision while it reads its prompt."""
     s = entry.sequence
-    read = s.tokens[entry.start + 1 : entry.end + 1]
+    tokens = s.tokens[entry.start + 1 : entry.end + 1]
     if decision is None:
-        with upkeep.charge([s.drafter]):
-            s.deliver(read, states)
-        return None
-    tree = decision.tree
+        s.deliver(tokens, states)
+        return
     # Recall and traces get the target's logits before penalties and grammar masks. Thus they are valid for other
     # requests after the same text, and drafts lose forbidden tokens anyway. Lossy answers are not learned from.
-    with upkeep.charge([s.drafter]):
-        rides = s.drafter is not None and s.drafter.needs.riders
-        rows = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if rides else None
-        s.deliver(
-            read + decision.tokens,
-            states,
-            TargetRows(tree, decision.path, rows, top) if s.request.is_exact else None,
-        )
+    tree, rides = decision.tree, s.drafter is not None and s.drafter.needs.riders
+    rows = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if rides else None
+    target_rows = TargetRows(tree, decision.path, rows, top) if s.request.is_exact else None
+    s.deliver(tokens + decision.tokens, states, target_rows)
+
+
+def _append(entry: ScheduledSequence, decision: DraftDecision, states: Tensor | None) -> list[int]:
+    """Append the decided tokens to one sequence, and return the appended ones."""
+    s = entry.sequence
     try:
-        taken = s.append(decision.tokens, states)
-        if s.request.logprobs is not None:
-            drawn_at = [first + 1 + node for node in [ROOT, *decision.path][: len(taken)]]
-            s.logprobs += TokenLogprobs.of(logits[drawn_at], taken, s.request.logprobs)
-        if s.request.sources:
-            s.sources += [*(tree.sources[node] for node in decision.path), TARGET][: len(taken)]
+        tokens = s.append(decision.tokens, states)
     except GrammarError:
         raise
     except Exception as error:
         raise RequestDataError from error
     s.step += 1
-    return taken
+    if not entry.forced:
+        s.limit = s.policy.growth.next_limit(s.limit, len(decision.tree.tokens), len(decision.path))
+        if decision.tree.tokens:
+            s.last_drafted_step = s.step
+    return tokens
 
 
-def _tops(verified: VerifiedStep) -> dict[SequenceState, Top]:
-    """Return ``VerifiedStep.tops`` by sequence, on the host."""
+@torch.inference_mode()
+def account(advanced: AdvancedStep, detail: CaptureDetail) -> StepOutcome:
+    """Read the text of the new tokens, drop tokens after stop strings, and add the rest to traces and outcomes.
+
+    An error of one sequence does not affect another and is in ``StepOutcome.failed``. ``detail`` says how much the
+    traces record.
+    """
+    verified, launched = advanced.verified, advanced.verified.launched
+    logits, plan = launched.forward.logits, launched.drafts.plan
+    outcomes: list[SequenceOutcome] = []
+    failed: dict[SequenceState, Exception] = {}
+    traced: dict[SequenceState, TracedSequence] = {}
+    skipped_layers = 0
+    for s, result in advanced.sequences.items():
+        decision = result.decision
+        try:
+            tokens = _read_text(result, logits)
+        except RequestDataError as error:
+            failed[s] = error
+            continue
+        traced[s] = TracedSequence(decision, tokens, result.first, s.trace if tokens else None, result.top)
+        if tokens and s.completion is not None and s in launched.skipped:
+            s.completion.count_skipped(launched.skipped[s])
+            skipped_layers += launched.skipped[s].layers
+        forced, drafter, alternate = bool(result.entry.forced), result.drafter, result.alternate
+        shown = decision.tree, decision.path
+        outcomes.append(SequenceOutcome(s, len(tokens), *shown, forced, result.phase, drafter, alternate))
+    for group in launched.drafts.groups:
+        try:
+            members = [traced.get(s) for s in group.sequences]
+            trace_group(group, members, logits, detail.top_k, detail.after_rejected)
+        except Exception:  # an error of capture must not fail a request
+            log.exception("traces of %d requests are lost", len(group.sequences))
+            for s in group.sequences:
+                s.trace = None
+    return StepOutcome(
+        outcomes, failed, plan.missed, len(launched.packed.rows.token_ids),
+        sum(entry.count for entry in plan.sequences), verified.draft_seconds, launched.upkeep.seconds,
+        verified.forward_seconds, launched.exceptional, skipped_layers, plan.drafts,
+    )  # fmt: skip
+
+
+def _read_text(result: AdvancedSequence, logits: Tensor) -> list[int]:
+    """Read the text of new tokens, and return those before the end of the text."""
+    s, decision = result.sequence, result.decision
+    try:
+        s.read_text()
+        tokens = result.tokens[: len(s.tokens) - result.place]
+        if s.request.logprobs is not None:
+            drawn_at = [result.first + 1 + node for node in [ROOT, *decision.path][: len(tokens)]]
+            s.logprobs += TokenLogprobs.of(logits[drawn_at], tokens, s.request.logprobs)
+    except Exception as error:
+        raise RequestDataError from error
+    if s.request.sources:
+        s.sources += [*(decision.tree.sources[node] for node in decision.path), TARGET][: len(tokens)]
+    return tokens
+
+
+def _tops(launched: LaunchedStep) -> dict[SequenceState, Top]:
+    """Return ``LaunchedStep.tops`` by sequence, on the host."""
     parts: dict[SequenceState, Top] = {}
-    for group, copies in zip(verified.groups, verified.tops, strict=True):
+    for group, copies in zip(launched.drafts.groups, launched.tops, strict=True):
         if copies is None:
             continue
         host, at = Top(*copies.wait()), 0

@@ -67,9 +67,11 @@ class StepPlan:
         limits: maximum number of nodes that a drafter may add, by sequence; 0 for sequences without an entry.
         missed: by sequence whose draft is governed, the number of tokens that the drafter reads first.
         budget: of priced drafts; None if there are none.
+        drafts: whether drafters may draft; False while a plain step is measured, None without speculation.
     """
 
     sequences: Sequence[ScheduledSequence]
     limits: dict[SequenceState, int]
     missed: dict[SequenceState, int]
     budget: StepBudget | None = None
+    drafts: bool | None = None

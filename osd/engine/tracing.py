@@ -83,17 +83,19 @@ class TracedSequence:
     top: Top | None = None
 
 
-def trace_group(group: DraftGroup, members: Sequence[TracedSequence], logits: Tensor, k: int, after: bool) -> None:
+def trace_group(
+    group: DraftGroup, members: Sequence[TracedSequence | None], logits: Tensor, k: int, after: bool
+) -> None:
     """Add the distributions of a step to the traces: the target's, and the drafter's at tested nodes.
 
     Args:
         group: of the sequences.
-        members: results of its sequences, in order.
+        members: results of its sequences, in order; None for a sequence that has ended.
         logits: [R, vocabulary] of the target.
         k: number of log-probabilities to keep of each distribution.
         after: whether to keep the target's distribution after a rejected token.
     """
-    traced = [(b, member) for b, member in enumerate(members) if member.trace is not None]
+    traced = [(b, member) for b, member in enumerate(members) if member is not None and member.trace is not None]
     if not traced:
         return
     draft_logits = group.proposal.logits

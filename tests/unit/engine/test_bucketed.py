@@ -84,13 +84,13 @@ def test_padded_traces_match_unpadded_ones(target_dir: Path) -> None:
 def test_steps_that_record_a_graph_do_not_update_costs(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes: list[step_module.StepOutcome] = []
     learnt: list[int] = []
-    commit = step_module.commit
+    account = step_module.account
 
-    def committing(*args: Any) -> step_module.StepOutcome:
-        outcomes.append(commit(*args))
+    def accounting(*args: Any) -> step_module.StepOutcome:
+        outcomes.append(account(*args))
         return outcomes[-1]
 
-    monkeypatch.setattr(loop, "commit", committing)
+    monkeypatch.setattr(loop, "account", accounting)
     monkeypatch.setattr(CostModel, "observe_forward", lambda self, rows, seconds: learnt.append(rows))
     with running(target_dir, "eagle", bucketed=True, governed=True) as client:
         client.submit("r", prompts([20])[0], 12, ignore_eos=True)

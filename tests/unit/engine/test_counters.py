@@ -87,7 +87,7 @@ def test_step_seconds_are_shared_by_a_limited_number_of_domains() -> None:
 
     def took(*domains: str | None) -> None:
         drafters = [None if domain is None else SimpleNamespace(domain=domain) for domain in domains]
-        sequences = [SimpleNamespace(sequence=SimpleNamespace(drafter=drafter)) for drafter in drafters]
+        sequences = [SimpleNamespace(drafter=drafter) for drafter in drafters]
         counters.count_seconds(SimpleNamespace(sequences=sequences), 3.0)  # type: ignore[arg-type]
 
     took("general", "code", None)

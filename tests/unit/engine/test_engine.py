@@ -209,7 +209,7 @@ def test_engine_without_drafter_refuses_versions(target_dir: Path) -> None:
 def test_failed_step_fails_only_its_requests(target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(target_dir, "eagle", slots=2) as client:
         prompt, goal = greedy_run(client, oracle)
-        healthy, calls = step_module.verify, []
+        healthy, calls = step_module.launch, []
 
         def fails_once(*arguments: object) -> object:
             calls.append(1)
@@ -217,7 +217,7 @@ def test_failed_step_fails_only_its_requests(target_dir: Path, oracle: Oracle, m
                 raise MemoryError("no memory")
             return healthy(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(loop, "verify", fails_once)
+        monkeypatch.setattr(loop, "launch", fails_once)
         for name in ("a", "b", "c"):
             client.submit(name, prompt, 24, ignore_eos=True)
         results = client.wait()

@@ -115,7 +115,7 @@ def is_unhealthy(client: Client) -> bool:
 def test_engine_is_unhealthy_while_all_steps_fail(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(target_dir, slots=1) as client:
         with monkeypatch.context() as patched:
-            patched.setattr(loop, "verify", raising(RuntimeError("the device is lost")))
+            patched.setattr(loop, "launch", raising(RuntimeError("the device is lost")))
             for number in range(MAX_FAILED_STEPS):
                 assert not is_unhealthy(client)
                 client.submit(f"{number}", [1, 2, 3], 4)
@@ -145,14 +145,14 @@ def test_hanging_engine_reports_itself_without_a_lock(target_dir: Path, monkeypa
         client.submit("first", [1, 2, 3], 4)
         client.wait()
         with monkeypatch.context() as patched:
-            healthy = loop.verify
+            healthy = loop.launch
 
             def hangs(*arguments: Any) -> Any:
                 with client.engine.loop.changed:  # a health check must not need the lock
                     go_on.wait(HANG_SECONDS)
                 return healthy(*arguments)
 
-            patched.setattr(loop, "verify", hangs)
+            patched.setattr(loop, "launch", hangs)
             patched.setattr(health, "LONGEST_STEP_FACTOR", 1.0)
             client.submit("hangs", [1, 2, 3], 4)
             try:

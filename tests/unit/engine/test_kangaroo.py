@@ -43,7 +43,7 @@ def counting(client: Client) -> Iterator[Counter[tuple[int, int, int]]]:
     runs: Counter[tuple[int, int, int]] = Counter()
     total: Counter[tuple[int, int, int]] = Counter()
     target = client.engine.target
-    forward, draft, commit = target.forward, loop.draft, loop.commit
+    forward, draft, advance = target.forward, loop.draft, loop.advance
 
     def counted(rows: PackedRows, wanted: Any, layers: range | None = None, states: Any = None) -> Forward:
         every = range(LAYERS) if layers is None else layers
@@ -58,13 +58,13 @@ def counting(client: Client) -> Iterator[Counter[tuple[int, int, int]]]:
     def ended(*verified: Any) -> Any:
         total.update(runs)
         twice.extend(runs - Counter(set(runs)))
-        return commit(*verified)
+        return advance(*verified)
 
     twice: list[tuple[int, int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, "forward", counted)
         patch.setattr(loop, "draft", began)
-        patch.setattr(loop, "commit", ended)
+        patch.setattr(loop, "advance", ended)
         yield total
     assert not twice, "layers ran twice"
 
