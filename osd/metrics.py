@@ -153,15 +153,21 @@ class SpeculationCounts:
             drafted: the number of nodes of the draft by source, at least 1 in total.
             accepted: the source of each accepted node, in order of depth.
         """
+        count = len(accepted)
         self.rounds += 1
-        self.drafted += sum(drafted.values())
-        self.accepted += len(accepted)
-        _add(self.accepted_per_position, [1] * len(accepted))
-        _add(self.histogram, [0] * len(accepted) + [1])
+        self.accepted += count
+        if count > len(self.accepted_per_position):
+            self.accepted_per_position += [0] * (count - len(self.accepted_per_position))
+        for depth in range(count):
+            self.accepted_per_position[depth] += 1
+        if count >= len(self.histogram):
+            self.histogram += [0] * (count + 1 - len(self.histogram))
+        self.histogram[count] += 1
         for source, nodes in drafted.items():
+            self.drafted += nodes
             self._source(source).drafted += nodes
-        for source in accepted:
-            self._source(source).accepted += 1
+        for source in set(accepted):
+            self._source(source).accepted += accepted.count(source)
 
     def add(self, other: SpeculationCounts) -> None:
         """Add all counts of ``other``, also by depth and by source."""
@@ -185,7 +191,10 @@ class SpeculationCounts:
         return mean_acceptance_length(self.accepted, self.rounds)
 
     def _source(self, source: str) -> SourceCounts:
-        return self.by_source.setdefault(source, SourceCounts())
+        counts = self.by_source.get(source)
+        if counts is None:
+            counts = self.by_source[source] = SourceCounts()
+        return counts
 
 
 def _add(values: list[int], increments: Sequence[int]) -> None:

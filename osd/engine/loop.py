@@ -241,7 +241,8 @@ class DecodeLoop:
             self._fail_alone(s, error)
         with self.changed:
             for s in advanced.sequences:
-                self._try(s, self.scheduler.settle)
+                if s.finish or s.unrouted is not None:
+                    self._try(s, self.scheduler.settle)
         if not self._overlaps or not self.scheduler.running:
             self._account()
 

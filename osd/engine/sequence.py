@@ -202,18 +202,18 @@ class SequenceState:
 
         The tokens after those with the stop string are dropped.
         """
-        prompt = len(self.request.prompt_ids)
+        prompt, early, thinks = len(self.request.prompt_ids), self.request.min_tokens, self.request.thinking is not None
         while self._read < len(self.tokens):
-            token, before = self.tokens[self._read], self.phase
+            token, before = self.tokens[self._read], self.phase if thinks else "answer"
             self._read += 1
             generated = self._read - prompt
-            if token not in self._ends and self._text.push(token, early=generated < self.request.min_tokens):
+            if token not in self._ends and self._text.push(token, generated < early):
                 self._text.close()
                 del self.tokens[self._read :]
                 self.finish = "stop"
                 if self.completion is not None:
                     self.completion.clear_stop()
-            if "thinking" in (before, self.phase):
+            if thinks and "thinking" in (before, self.phase):
                 self.thinking = generated
 
     def _ends_by_grammar(self, token: int) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerBase
 
 from osd.engine.thinking import Phase, Thinking, ThinkingMarks, ThinkingReader
+from osd.target.vocabulary import bytes_of
 
 UNFINISHED = "\ufffd"  # decoders return it for an incomplete character
 
@@ -34,14 +37,11 @@ class TextStream:
         The text continues the text of the tokens ``prompt``. Without a prompt, decoders of the SentencePiece kind drop
         the first space. The text contains the marks of ``thinking`` even if they are special tokens.
         """
-        self._decode = _decoder(tokenizer, None if thinking is None else thinking.marks)
+        marks = None if thinking is None else thinking.marks
+        pieces = _pieces_of(tokenizer, marks)
+        self._tokens = _DecodedTokens(_decoder(tokenizer, marks), prompt) if pieces is None else _ByteTokens(pieces)
         self._stop = [_StopSearch(string) for string in stop]
         self._thinking = None if thinking is None else ThinkingReader(thinking)
-        self._ids = list(prompt[-_CONTEXT:])
-        if self._decode(self._ids).endswith(UNFINISHED):  # the first token may complete a character of the prompt
-            self._ids.clear()
-        self._shown = len(self._ids)  # number of tokens whose text is in _text or in the prompt
-        self._before = 0  # place from which tokens are decoded again, so that spaces between tokens are right
         self._text = ""  # text that was not taken yet
 
     @property
@@ -54,15 +54,11 @@ class TextStream:
 
         The text of ``early`` tokens cannot be part of a stop string.
         """
-        self._ids.append(token)
-        prefix = self._decode(self._ids[self._before : self._shown])
-        whole = self._decode(self._ids[self._before :])
-        if len(whole) <= len(prefix) or whole.endswith(UNFINISHED):
+        new = self._tokens.push(token)
+        if not new:
             return False
-        new = whole[len(prefix) :]
         if self._thinking is not None:
             self._thinking.feed(new)
-        self._before, self._shown = self._shown, len(self._ids)
         stop = () if early else self._stop
         # If several stop strings are complete now, the text ends before the first of them.
         begins = [len(self._text) + place for place in (search.find(new) for search in stop) if place is not None]
@@ -73,10 +69,8 @@ class TextStream:
 
     def take(self, last: bool) -> str:
         """Return new text that can no longer change; all of it if ``last``."""
-        if last and self._shown < len(self._ids):
-            prefix = self._decode(self._ids[self._before : self._shown])
-            self._text += self._decode(self._ids[self._before :])[len(prefix) :]
-            self._shown = len(self._ids)
+        if last:
+            self._text += self._tokens.rest()
         held = 0 if last else max((search.matched for search in self._stop), default=0)
         end = len(self._text) - held
         new, self._text = self._text[:end], self._text[end:]
@@ -84,7 +78,56 @@ class TextStream:
 
     def close(self) -> None:
         """Discard tokens without text, because a stop string ended the text."""
+        self._tokens.rest()
+
+
+class _ByteTokens:
+    """Text of the tokens of a byte-level tokenizer, whose bytes do not depend on other tokens."""
+
+    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+        self._pieces, self._bytes = pieces, b""
+
+    def push(self, token: int) -> str:
+        """Add a token, and return the text since the last call; nothing while a character may be incomplete."""
+        self._bytes += self._pieces[token]
+        new = self._bytes.decode(errors="replace")
+        if new.endswith(UNFINISHED):
+            return ""
+        self._bytes = b""
+        return new
+
+    def rest(self) -> str:
+        """Return the text that ``push`` held back."""
+        new, self._bytes = self._bytes.decode(errors="replace"), b""
+        return new
+
+
+class _DecodedTokens:
+    """Text of the tokens of any tokenizer, decoded after the tokens before them; see ``_ByteTokens``."""
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
+        self._decode, self._ids = decode, list(prompt[-_CONTEXT:])
+        if decode(self._ids).endswith(UNFINISHED):  # the first token may complete a character of the prompt
+            self._ids.clear()
+        self._shown = len(self._ids)  # number of tokens whose text was returned or is in the prompt
+        self._before = 0  # place from which tokens are decoded again, so that spaces between tokens are right
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        new = self._new()
+        if not new or new.endswith(UNFINISHED):
+            return ""
+        self._before, self._shown = self._shown, len(self._ids)
+        return new
+
+    def rest(self) -> str:
+        new = self._new() if self._shown < len(self._ids) else ""
         self._shown = len(self._ids)
+        return new
+
+    def _new(self) -> str:
+        prefix = self._decode(self._ids[self._before : self._shown])
+        return self._decode(self._ids[self._before :])[len(prefix) :]
 
 
 class _StopSearch:
@@ -111,6 +154,35 @@ class _StopSearch:
         while matched and self._string[matched] != letter:
             matched = self._shorter[matched - 1]
         return matched + (self._string[matched] == letter)
+
+
+class _Pieces(dict[int, bytes]):
+    """Bytes of each token, read on first use; none for ids without a token and for ``hidden`` tokens."""
+
+    def __init__(self, backend: Tokenizer, hidden: frozenset[str]) -> None:
+        self._backend, self._hidden = backend, hidden
+
+    def __missing__(self, token: int) -> bytes:
+        written = self._backend.id_to_token(token)
+        data = b"" if written is None or written in self._hidden else bytes_of(written)
+        self[token] = data
+        return data
+
+
+_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[ThinkingMarks | None, _Pieces]] = WeakKeyDictionary()
+
+
+def _pieces_of(tokenizer: PreTrainedTokenizerBase, marks: ThinkingMarks | None) -> _Pieces | None:
+    """Return the bytes of all tokens but special ones other than ``marks``; None without a byte-level decoder."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.clean_up_tokenization_spaces or not isinstance(backend.decoder, decoders.ByteLevel):
+        return None
+    known = _PIECES.setdefault(tokenizer, {})
+    if marks not in known:
+        shown = () if marks is None else (marks.begin, marks.end)
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        known[marks] = _Pieces(backend, frozenset(special.difference(shown)))
+    return known[marks]
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase, marks: ThinkingMarks | None) -> Callable[[list[int]], str]:

@@ -144,7 +144,7 @@ class Vocabulary:
         pieces = model["vocab"]
         ids = {piece: id for id, (piece, _) in enumerate(pieces)} if isinstance(pieces, list) else pieces
         byte_level = _byte_level(described)
-        read = _from_characters if byte_level else _from_piece
+        read = bytes_of if byte_level else _from_piece
         tokens: dict[int, Token] = {id: (read(piece), False) for piece, id in ids.items()}
         for added in described["added_tokens"]:
             tokens[added["id"]] = (added["content"].encode(), True)
@@ -227,7 +227,7 @@ BYTES = _bytes_of_characters()
 _CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
-def _from_characters(piece: str) -> bytes:
+def bytes_of(piece: str) -> bytes:
     """Return the bytes of a byte-level token; a token with a character outside the alphabet was added as text."""
     try:
         return bytes([BYTES[character] for character in piece])

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
 
 from osd.engine.text import TextStream
 from osd.engine.thinking import Thinking, ThinkingMarks
@@ -60,6 +62,29 @@ def test_text_ends_before_a_stop_string_across_tokens(text: str, stop: tuple[str
 @given(st.lists(st.integers(0, 258), max_size=40))
 def test_pieces_of_any_tokens_join_to_their_text(ids: list[int]) -> None:
     assert "".join(stream(ids)[0]) == TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+def decoded_tokenizer() -> PreTrainedTokenizerFast:
+    """Return ``tokenizer`` with an equal decoder of another type, whose tokens are decoded together."""
+    other = tokenizer()
+    other.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return other
+
+
+OTHER = decoded_tokenizer()
+BYTES = [*ids_of("aé€😀"), 128, 140, 160, 180, 188, 200, 220, 256, 300]
+
+
+@given(st.lists(st.sampled_from(BYTES), max_size=6), st.lists(st.sampled_from(BYTES), max_size=40))
+def test_bytes_of_tokens_give_the_text_of_the_decoder(prompt: list[int], ids: list[int]) -> None:
+    texts = [TextStream(each, (), prompt) for each in (TOKENIZER, OTHER)]
+    for token in ids:
+        for text in texts:
+            text.push(token)
+        first, second = (text.take(last=False) for text in texts)
+        assert first == second
+    first, second = (text.take(last=True) for text in texts)
+    assert first == second
 
 
 @given(st.text("abé€", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=4), max_size=3))
