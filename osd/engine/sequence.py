@@ -187,13 +187,14 @@ class SequenceState:
         return kept
 
     def _append(self, tokens: list[int]) -> list[int]:
-        tokens = tokens[: self.remaining]
+        remaining = self.remaining
+        tokens = tokens[:remaining]
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token in self._ends or self._ends_by_grammar(token):
                 self.finish = "stop"
                 return tokens[:count]
-        if not self.remaining:
+        if len(tokens) == remaining:
             self.finish = "length"
         return tokens
 

@@ -402,15 +402,18 @@ def advance(verified: VerifiedStep, slots: SlotManager) -> AdvancedStep:
     for (number, entry), offsets in zip(numbered, kept, strict=True):
         s, decision, first = entry.sequence, verified.decisions.get(entry.sequence), packed.logits[number]
         start, states = time.perf_counter(), None
+        tokens = [] if decision is None else decision.tokens
         if forward.hidden is not None:
             states = _rows(forward.hidden, packed.first[number], offsets)
             slots.keep_states(s.slot, entry.start, states)
         try:
-            _deliver(entry, decision, first, forward.logits, states, tops.get(s))
-            upkeep.charge(start, [s.drafter])
+            rows = None if decision is None else _target_rows(s, decision, first, forward.logits, tops.get(s))
+            s.deliver(s.tokens[entry.start + 1 : entry.end + 1] + tokens, states, rows)
+            if s.drafter is not None:
+                upkeep.charge(start, [s.drafter])
             if decision is not None:
                 place, phase = len(s.tokens), s.phase
-                tokens = _append(entry, decision, states)
+                tokens = _append(entry, decision, tokens, states)
                 advanced.sequences[s] = AdvancedSequence(
                     entry, decision, first, place, tokens, phase, s.drafter, s.alternate, tops.get(s)
                 )
@@ -419,33 +422,24 @@ def advance(verified: VerifiedStep, slots: SlotManager) -> AdvancedStep:
     return advanced
 
 
-def _deliver(
-    entry: ScheduledSequence,
-    decision: DraftDecision | None,
-    first: int,
-    logits: Tensor,
-    states: Tensor | None,
-    top: Top | None,
-) -> None:
-    """Pass the read and the decided tokens of one sequence to its drafters; no decision while it reads its prompt."""
-    s = entry.sequence
-    tokens = s.tokens[entry.start + 1 : entry.end + 1]
-    if decision is None:
-        s.deliver(tokens, states)
-        return
+def _target_rows(
+    s: SequenceState, decision: DraftDecision, first: int, logits: Tensor, top: Top | None
+) -> TargetRows | None:
+    """Return the rows of the target that the drafter of a sequence may read."""
     # Recall and traces get the target's logits before penalties and grammar masks. Thus they are valid for other
     # requests after the same text, and drafts lose forbidden tokens anyway. Lossy answers are not learned from.
-    tree, rides = decision.tree, s.drafter is not None and s.drafter.needs.riders
-    rows = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if rides else None
-    target_rows = TargetRows(tree, decision.path, rows, top) if s.request.is_exact else None
-    s.deliver(tokens + decision.tokens, states, target_rows)
+    if s.drafter is None or not s.request.is_exact:
+        return None
+    tree = decision.tree
+    rows = logits[first : first + 1 + len(tree.tokens) + len(tree.rider_tokens)] if s.drafter.needs.riders else None
+    return TargetRows(tree, decision.path, rows, top)
 
 
-def _append(entry: ScheduledSequence, decision: DraftDecision, states: Tensor | None) -> list[int]:
+def _append(entry: ScheduledSequence, decision: DraftDecision, tokens: list[int], states: Tensor | None) -> list[int]:
     """Append the decided tokens to one sequence, and return the appended ones."""
     s = entry.sequence
     try:
-        tokens = s.append(decision.tokens, states)
+        tokens = s.append(tokens, states)
     except GrammarError:
         raise
     except Exception as error:
