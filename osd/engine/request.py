@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from osd.engine.completion import ControllerOptions, JudgedTokens, SkippedLayers
@@ -14,6 +13,7 @@ from osd.engine.lifetime import Lifetime
 from osd.engine.policy import Policy
 from osd.engine.thinking import Thinking
 from osd.metrics import SpeculationCounts
+from osd.runtime.device import Arriving, to_device
 from osd.verification.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -105,17 +105,22 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...]
 
-    @classmethod
-    def of(cls, logits: Tensor, tokens: list[int], top: int) -> list[Self]:
-        """Return one entry for each of ``tokens`` [n], drawn at ``logits`` [n, V], with the ``top`` most probable."""
+
+class PendingLogprobs:
+    """Log-probabilities of generated tokens on their way to the host."""
+
+    def __init__(self, logits: Tensor, tokens: list[int], top: int) -> None:
+        """Compute those of ``tokens`` [n], drawn at ``logits`` [n, V], and of the ``top`` most probable."""
         total = logits.logsumexp(-1, keepdim=True)
-        chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-        drawn = (logits.gather(-1, chosen) - total).squeeze(-1).tolist()
+        drawn = logits.gather(-1, to_device(tokens, logits.device)[:, None]) - total
         values, ids = logits.topk(min(top, logits.shape[-1]), -1)
-        best = zip(ids.tolist(), (values - total).tolist(), strict=True)
+        self._tokens, self._parts = tokens, Arriving([drawn.squeeze(-1), ids, values - total])
+
+    def wait(self) -> list[TokenLogprobs]:
+        """Return the log-probabilities of each token; work queued on the device since then is not waited for."""
+        parts = zip(self._tokens, *(part.tolist() for part in self._parts.wait()), strict=True)
         return [
-            cls(token, logprob, tuple(zip(*pairs, strict=True)))
-            for token, logprob, pairs in zip(tokens, drawn, best, strict=True)
+            TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True))) for token, logprob, ids, values in parts
         ]
 
 

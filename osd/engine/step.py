@@ -28,7 +28,7 @@ from osd.engine.exits import resumed_rows
 from osd.engine.grammar import GrammarError
 from osd.engine.packing import PackedStep, SequenceInput, pack
 from osd.engine.policy import Policy
-from osd.engine.request import TARGET, RequestDataError, TokenLogprobs
+from osd.engine.request import TARGET, PendingLogprobs, RequestDataError
 from osd.engine.sequence import SequenceState
 from osd.engine.slots import SlotManager
 from osd.engine.step_plan import ScheduledSequence, StepPlan
@@ -125,6 +125,7 @@ class AdvancedSequence:
         drafter: of this step.
         alternate: of this step.
         top: see ``TracedSequence``.
+        logprobs: of the new tokens, if the request asks for them.
     """
 
     entry: ScheduledSequence
@@ -136,6 +137,7 @@ class AdvancedSequence:
     drafter: ActiveDrafter | None
     alternate: AlternateDrafter | None
     top: Top | None
+    logprobs: PendingLogprobs | None
 
     @property
     def sequence(self) -> SequenceState:
@@ -414,8 +416,9 @@ def advance(verified: VerifiedStep, slots: SlotManager) -> AdvancedStep:
             if decision is not None:
                 place, phase = len(s.tokens), s.phase
                 tokens = _append(entry, decision, tokens, states)
+                logprobs = _logprobs(s, decision, first, forward.logits, tokens)
                 advanced.sequences[s] = AdvancedSequence(
-                    entry, decision, first, place, tokens, phase, s.drafter, s.alternate, tops.get(s)
+                    entry, decision, first, place, tokens, phase, s.drafter, s.alternate, tops.get(s), logprobs
                 )
         except Exception as error:
             advanced.failed[s] = error
@@ -452,6 +455,19 @@ def _append(entry: ScheduledSequence, decision: DraftDecision, tokens: list[int]
     return tokens
 
 
+def _logprobs(
+    s: SequenceState, decision: DraftDecision, first: int, logits: Tensor, tokens: list[int]
+) -> PendingLogprobs | None:
+    """Start to copy the log-probabilities of new tokens before the device gets more work."""
+    if s.request.logprobs is None:
+        return None
+    drawn_at = [first + 1 + node for node in [ROOT, *decision.path][: len(tokens)]]
+    try:
+        return PendingLogprobs(logits[to_device(drawn_at, logits.device)], tokens, s.request.logprobs)
+    except Exception as error:
+        raise RequestDataError from error
+
+
 @torch.inference_mode()
 def account(advanced: AdvancedStep, detail: CaptureDetail) -> StepOutcome:
     """Read the text of the new tokens, drop tokens after stop strings, and add the rest to traces and outcomes.
@@ -468,7 +484,7 @@ def account(advanced: AdvancedStep, detail: CaptureDetail) -> StepOutcome:
     for s, result in advanced.sequences.items():
         decision = result.decision
         try:
-            tokens = _read_text(result, logits)
+            tokens = _read_text(result)
         except RequestDataError as error:
             failed[s] = error
             continue
@@ -494,15 +510,14 @@ def account(advanced: AdvancedStep, detail: CaptureDetail) -> StepOutcome:
     )  # fmt: skip
 
 
-def _read_text(result: AdvancedSequence, logits: Tensor) -> list[int]:
+def _read_text(result: AdvancedSequence) -> list[int]:
     """Read the text of new tokens, and return those before the end of the text."""
     s, decision = result.sequence, result.decision
     try:
         s.read_text()
         tokens = result.tokens[: len(s.tokens) - result.place]
-        if s.request.logprobs is not None:
-            drawn_at = [result.first + 1 + node for node in [ROOT, *decision.path][: len(tokens)]]
-            s.logprobs += TokenLogprobs.of(logits[drawn_at], tokens, s.request.logprobs)
+        if result.logprobs is not None:
+            s.logprobs += result.logprobs.wait()[: len(tokens)]
     except Exception as error:
         raise RequestDataError from error
     if s.request.sources:
