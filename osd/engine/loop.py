@@ -100,7 +100,7 @@ class DecodeLoop:
         self.cancelled: set[str] = set()
         self.speculate = True
         self.stopping = False
-        self._overlaps = target.bucketed is not None
+        self._overlaps = target.is_asynchronous
         self._unaccounted: _Unaccounted | None = None
 
     def run(self) -> None:

@@ -120,6 +120,11 @@ class SlotModel:
             self.bucketed = BucketedForward(self.decoder, self.cache, scratch, recordable(config))
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether a device computes ``forward`` while the caller goes on; the path of a GPU on a CPU acts as if so."""
+        return self.bucketed is not None
+
+    @property
     def embedding(self) -> Tensor:
         """[vocabulary, hidden], the table of the tokens' embeddings."""
         return ends_of(self.model)[0].weight.data[: self.vocabulary]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -68,6 +68,14 @@ def judging_drafter(directory: Path) -> Drafter:
     return drafter
 
 
+class WaitingModel(SlotModel):
+    """Target on the path of a GPU that lets the caller wait."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return False
+
+
 class Stepped:
     """Engine whose steps the test runs itself, with the overlap of a GPU or without it."""
 
@@ -80,9 +88,9 @@ class Stepped:
         self.committed: dict[int, list[int]] = defaultdict(list)  # tokens by slot, of all its requests
         if drafter is not None:
             make, taps = drafter.session, serving_taps(drafter, len(decoder_layers(model)))
-            drafter.session = lambda runtime: self._recorded(make(replace(runtime, bucketed=overlap, int8=False)))  # type: ignore[method-assign]
-        self.target = SlotModel(
-            model, slots=3, context=128, scratch=chosen.engine.max_draft + 1, taps=taps, bucketed=overlap
+            drafter.session = lambda runtime: self._recorded(make(replace(runtime, bucketed=True)))  # type: ignore[method-assign]
+        self.target = (SlotModel if overlap else WaitingModel)(
+            model, slots=3, context=128, scratch=chosen.engine.max_draft + 1, taps=taps, bucketed=True
         )
         self.engine = Engine(self.target, tokenizer(), chosen, drafter, 1, None if traces is None else traces.append)
         self.answers: dict[str, Answer] = {}
@@ -270,6 +278,7 @@ def free_requests(count: int, seed: int, grammars: GrammarCompiler, kind: str) -
     """Return random requests without stop strings, some of them several answers to one prompt.
 
     With drafts, sampled requests are repeatable, because recall's drafts depend on the requests that run together.
+    Improbable tokens are not drawn: those requests also change the rounding of a forward, by which such draws differ.
     """
     chance, requests = random.Random(seed), list[Request]()  # noqa: S311 - not a secret
     grammar = grammars.compile("regex", r"([^=]{3}==={3}){4}")
@@ -278,7 +287,7 @@ def free_requests(count: int, seed: int, grammars: GrammarCompiler, kind: str) -
         number, answers = len(requests), chance.choice([1, 1, 1, 3])
         temperature = chance.choice([0.0, 1.0])
         sampling = SamplingParams(
-            temperature, seed=number, repeatable=kind != "none" or chance.random() < 0.5,
+            temperature, min_p=0.02, seed=number, repeatable=kind != "none" or chance.random() < 0.5,
             **chance.choice([{}, {}, {"frequency_penalty": 0.4}, {"repetition_penalty": 1.2}, {"top_p": 0.9}]),
         )  # fmt: skip
         template = Request(
@@ -334,8 +343,11 @@ def answered(directory: Path, kind: str, overlap: bool, arrivals: Sequence[Arriv
     return stepped, traces
 
 
-def check_equality(directory: Path, kind: str, count: int, seed: int) -> None:
-    """Check that each answer is the same with and without overlap, and a beginning of it if its client left."""
+def check_equality(directory: Path, kind: str, count: int, seed: int) -> Counter[str]:
+    """Check that each answer is the same with and without overlap, and a beginning of it if its client left.
+
+    Returns the numbers of ends by reason, of preemptions and of swaps.
+    """
     first = kind if kind == "early_exit" else "none"
     with closing(GrammarCompiler(tokenizer(), VOCABULARY, [257])) as grammars:
         requests = free_requests(count, seed, grammars, kind)
@@ -344,21 +356,18 @@ def check_equality(directory: Path, kind: str, count: int, seed: int) -> None:
         (plain, plain_traces), (overlapped, traces) = (
             answered(directory, kind, overlap, arrivals) for overlap in (False, True)
         )
-    ends: dict[str | None, int] = defaultdict(int)
+    counters = overlapped.engine.counters()
+    seen = Counter({"preemptions": counters.preemptions, "swaps": counters.swaps, "failed": counters.failed})
     for arrival in arrivals:
         name = arrival.request.id
         expected, answer = plain.answers[name], overlapped.answers[name]
-        ends[answer.finish] += 1
+        seen[str(answer.finish)] += 1
         if arrival.patience < 0:
             compared = [replace(each, accepted=-1, sources=[]) for each in (expected, answer)]
             assert compared[0] == compared[1], arrival
         else:
             length = min(len(expected.tokens), len(answer.tokens))
             assert expected.tokens[:length] == answer.tokens[:length], arrival
-    assert min(ends["stop"], ends["length"], ends["cancelled"]) > 0
-    assert overlapped.engine.counters().failed == 0
-    assert overlapped.engine.counters().preemptions > 0
-    assert overlapped.engine.counters().swaps > 1 or kind != "eagle"
     for engine, records in ((plain, plain_traces), (overlapped, traces)):
         recorded: dict[str, list[int]] = defaultdict(list)
         for trace in records:
@@ -366,16 +375,24 @@ def check_equality(directory: Path, kind: str, count: int, seed: int) -> None:
         assert len(recorded) > count / 6
         for name, tokens in recorded.items():
             assert tokens == engine.answers[name].tokens
+    return seen
+
+
+def check_coverage(seen: Counter[str], kind: str) -> None:
+    """Check that the requests ended in every way, and met preemptions and swaps."""
+    assert seen["failed"] == 0
+    assert min(seen[way] for way in ("stop", "length", "cancelled", "preemptions")) > 0
+    assert seen["swaps"] > 0 or kind != "eagle"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_overlap_does_not_change_answers(target_dir: Path, kind: str) -> None:
-    check_equality(target_dir, kind, count=36, seed=3)
+    check_coverage(check_equality(target_dir, kind, count=36, seed=3), kind)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_overlap_does_not_change_many_answers(target_dir: Path, kind: str) -> None:
-    for seed in range(14):
-        check_equality(target_dir, kind, count=48, seed=100 + seed)
+    counts = [check_equality(target_dir, kind, count=48, seed=100 + seed) for seed in range(11)]
+    check_coverage(sum(counts, Counter[str]()), kind)
