@@ -172,6 +172,8 @@ class DecodeLoop:
             if self.scheduler.running:
                 self._decode()
                 self.health.step_ended()
+            else:
+                self._account()
         except TargetLostError:
             raise
         except Exception as error:

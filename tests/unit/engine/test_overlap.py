@@ -199,6 +199,24 @@ def test_finished_request_survives_a_failed_launch(target_dir: Path, monkeypatch
     assert stepped.engine.counters().failed == 1
 
 
+def test_step_is_counted_if_its_only_request_fails(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped = Stepped(target_dir, "none", overlap=True)
+    (prompt,) = prompts([40])  # three chunks
+    stepped.submit(Request("r", tuple(prompt), 4, GREEDY))
+    scheduler, caught_up = stepped.engine.loop.scheduler, list[int]()
+
+    def fails_after_a_chunk(s: Any) -> None:
+        caught_up.append(s.fed)
+        if s.fed:
+            raise MemoryError("no memory")
+
+    monkeypatch.setattr(scheduler, "catch_up", fails_after_a_chunk)
+    stepped.run()
+    assert caught_up == [0, 16]
+    assert stepped.answers["r"].finish == "error"
+    assert stepped.engine.counters().forwards == 1
+
+
 @pytest.mark.parametrize("kind", ["none", "recall", "eagle"])
 def test_tokens_after_a_late_stop_string_leave_no_mark(target_dir: Path, kind: str) -> None:
     (prompt,) = prompts([12])
