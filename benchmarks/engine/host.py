@@ -19,7 +19,6 @@ from osd.cli.common import fail
 from osd.cli.report import Json, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import ChainSettings, EngineSettings, Settings
-from osd.drafting.base import Drafter
 from osd.drafting.recall.drafter import Recall
 from osd.engine import step as step_module
 from osd.engine.engine import Engine
@@ -111,25 +110,26 @@ class _Clock:
 
 @contextmanager
 def _timed(target: SlotModel, clock: _Clock) -> Generator[None]:
-    decoder, record = type(target.decoder), GraphRecorder.record
+    recorder: Any = GraphRecorder
+    decoder, record = type(target.decoder), recorder.record
     forward, read = decoder.forward, step_module.read_together
 
-    def recorded(recorder: GraphRecorder, run: Callable[[], Any]) -> Callable[[], Any]:
-        return clock.launched(record(recorder, run))
+    def recorded(self: GraphRecorder, run: Callable[[], Any]) -> Callable[[], Any]:
+        return clock.launched(record(self, run))
 
     decoder.forward = clock.launched(forward)
-    GraphRecorder.record = recorded
+    recorder.record = recorded
     step_module.read_together = clock.read(read)
     try:
         yield
     finally:
-        decoder.forward, GraphRecorder.record, step_module.read_together = forward, record, read
+        decoder.forward, recorder.record, step_module.read_together = forward, record, read
 
 
 def engine_of(streams: int, draft: str) -> tuple[Engine, SlotModel]:
     """Return an engine that is not started, on a tiny random target with the code of a GPU."""
     model = make_target("small", torch.float32, torch.device("cpu"), sharpness=4.0)
-    drafter: Drafter | None = {"none": lambda: None, "recall": Recall, "eagle": partial(make_drafter, model)}[draft]()
+    drafter: Any = {"none": lambda: None, "recall": Recall, "eagle": partial(make_drafter, model)}[draft]()
     settings = Settings(engine=EngineSettings(slots=streams, context=SLOT, prefix_cache=False, threads=1)).model_copy(
         update={"growth": ChainSettings(depth=DEPTH, governed=False)}
     )
