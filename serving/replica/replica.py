@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
@@ -23,24 +21,17 @@ from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
 from osd.learning.record_worth import RecordWorth
 from osd.recall.memory import KEPT
-from osd.registry.events import Events
-from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.training import TrainingReports
-from osd.registry.versions import Registry
 from osd.runtime.device import cores, one_core
 from osd.runtime.memory import give_back
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
 from osd.target.vocabulary import TokenText, TokenTexts, max_token_bytes
-from serving.access.guard import Access
-from serving.dashboard import data
-from serving.metrics.history import Bins
-from serving.metrics.replicas import ReplicaMetrics
-from serving.metrics.report import Report, ServiceTotals
 from serving.replica.domain_watcher import DomainWatcher
+from serving.replica.monitored import MonitoredReplica, SharedMetrics
 from serving.replica.outcome_sharer import OutcomeSharer
 from serving.replica.recall_keeper import RecallKeeper
 from serving.replica.reporter import Control, Reporter, Switches
@@ -62,26 +53,7 @@ _LARGE = 1 << 16
 """Characters above which encoding a text leaves much freed memory, up to hundreds of bytes for each character."""
 
 
-class SharedMetrics(Protocol):
-    """Metrics of all replicas; methods return None if the metrics actor cannot be reached."""
-
-    def push(self, report: Report) -> float | None:
-        """Deliver a report within two seconds; return the seconds until the next report.
-
-        It is None if the report was not delivered in this time; the caller then chooses the pause.
-        """
-        ...
-
-    async def totals(self) -> ServiceTotals | None:
-        """Return the counters of all replicas."""
-        ...
-
-    async def bins(self, seconds: int, since: int | None) -> Bins | None:
-        """Return the history of all replicas over the last ``seconds``, without the bins up to ``since``."""
-        ...
-
-
-class Replica:
+class Replica(MonitoredReplica):
     """Implementation of ``serving.service.Service`` with an engine; ``close`` stops every thread that it started.
 
     Raises:
@@ -90,8 +62,6 @@ class Replica:
     """
 
     def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedMetrics) -> None:
-        self.settings, self.redis_url = settings, redis_url
-        self._shared, self._local = shared, ReplicaMetrics()
         # The engine's thread releases the interpreter's lock at each operator. A short switch interval returns the
         # lock to it soon, even if another thread is busy.
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -101,14 +71,12 @@ class Replica:
         self._token_texts: TokenTexts | None = None
         self._fast_tokenizer: Tokenizer | None = getattr(self._tokenizer, "backend_tokenizer", None)
         self._tokenizer("")  # sets truncation and padding; later calls only read them
-        registry = Registry(storage_of(settings))
-        self._pointer = Pointer(redis_url, registry.storage)
-        self._events, self._control = Events(redis_url), Control(redis_url)
-        self._loads = ReplicaLoads(redis_url)
-        self.access = Access(settings, redis_url, self._keys_refused)
+        super().__init__(settings, redis_url, shared)
+        self._pointer = Pointer(redis_url, self._registry.storage)
+        self._loads, self._control = ReplicaLoads(redis_url), Control(redis_url)
         start: InitialDrafter | None = None
         if settings.drafts:
-            start = starting_drafter(settings, registry, self._pointer, directory)
+            start = starting_drafter(settings, self._registry, self._pointer, directory)
         target = identify(settings.target.source, directory)
         self._writer: TraceWriter | None = None
         self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
@@ -124,7 +92,7 @@ class Replica:
         uptake = Uptake(cores(settings.engine.threads))
         if start is not None:
             cache = DrafterCache(start.drafter, settings, directory)
-            context = FollowerContext(settings, registry, self._pointer, self._events, cache, uptake)
+            context = FollowerContext(settings, self._registry, self._pointer, self._events, cache, uptake)
             handle = self.engine.drafters(settings.domain)
             self._watchers = [VersionWatcher(context, handle, start), DomainWatcher(context, self.engine)]
         self._keeper = RecallKeeper(settings, redis_url, name, target, self.engine)
@@ -132,7 +100,6 @@ class Replica:
         router, is_single = self.engine.loop.router, settings.serving.replica_limit == 1
         if router is not None and settings.capture.enabled and not is_single:
             self._sharer = OutcomeSharer(redis_url, settings.capture, name, router)
-        self._feeds = data.Feeds(settings, redis_url, registry, self._events)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, uptake, self._loads, self._control, self._push
         )
@@ -223,26 +190,6 @@ class Replica:
         """Raise if the engine cannot decode; see ``Service``."""
         self.engine.check_health()
 
-    async def totals(self) -> ServiceTotals:
-        """Return the counters of all replicas, or of this replica if the metrics actor cannot be reached."""
-        totals = await self._shared.totals() or self._local.totals(time.time())
-        return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
-
-    async def dashboard_state(self) -> dict[str, Any]:
-        """Return the current state; see ``MonitoredService``."""
-        totals = await self.totals()
-        feeds = await asyncio.to_thread(self._feeds.read)
-        return data.compose(self.settings, self.model, totals, feeds)
-
-    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """Return the versions of a domain; see ``MonitoredService``."""
-        totals = await self.totals()
-        return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
-
-    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """Return the history of all replicas, or of this replica if the metrics actor cannot be reached."""
-        return await self._shared.bins(seconds, since) or self._local.bins(time.time(), seconds, since)
-
     def set_speculation(self, enabled: bool) -> None:
         """Switch speculation in this replica at once, and in the other replicas within a second.
 
@@ -259,17 +206,10 @@ class Replica:
         self.engine.stop()
         self.engine.target.close()
         threads = (self._writer, self._keeper, self._sharer, self._reporter)
-        connections = (self._loads, self._control, self._events, self._worth, self._pointer)
-        for part in (*threads, self._feeds, self.access, *connections):
+        for part in (*threads, self._loads, self._control, self._worth, self._pointer):
             if part is not None:
                 part.close()
-
-    def _keys_refused(self, reason: str) -> None:
-        self._events.try_add("keys_refused", self.settings.domain, reason=reason)
-
-    def _push(self, report: Report) -> float:
-        pause = self._local.push(report)
-        return self._shared.push(report) or pause
+        super().close()
 
 
 def context_of(settings: Settings, directory: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,19 +16,12 @@ from prometheus_client.core import Metric as Family
 
 from osd.config import Settings
 from osd.metrics import Name
-from osd.registry.events import Events
-from osd.registry.object_storage import storage_of
 from osd.registry.replica_loads import UpstreamReport
-from osd.registry.versions import Registry
 from osd.vllm.reporting import read_report
-from serving.access.guard import Access
-from serving.dashboard import data
 from serving.dashboard.upstream_service import UpstreamCounts
 from serving.metrics import exposition
-from serving.metrics.history import Bins
-from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, ServiceTotals
-from serving.replica.replica import SharedMetrics
+from serving.replica.monitored import MonitoredReplica, SharedMetrics
 from serving.service import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -42,7 +34,7 @@ _KINDS = {"counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 _PREFIX, _CREATED = "vllm:", "_created"  # times of creation cannot be summed
 
 
-class VllmService:
+class VllmService(MonitoredReplica):
     """Implementation of ``serving.service.MonitoredService``; a thread reports vLLM's counters once a second."""
 
     def __init__(
@@ -58,11 +50,8 @@ class VllmService:
             engine: vLLM's client of its engine.
             shared: metrics of all replicas.
         """
-        self.settings, self.redis_url, self.model = settings, redis_url, model
-        self._name, self._engine, self._shared, self._local = name, engine, shared, ReplicaMetrics()
-        self._events = Events(redis_url)
-        self.access = Access(settings, redis_url, self._report_keys_refused)
-        self._feeds = data.Feeds(settings, redis_url, Registry(storage_of(settings)), self._events)
+        super().__init__(settings, redis_url, shared)
+        self.model, self._name, self._engine = model, name, engine
         self._counts = UpstreamCounts(settings.drafter.distilled.kind)
         # The counters of a report are increments, and the first report counts from the start of vLLM.
         self._counts.report(name, UpstreamReport(0.0, settings.domain))
@@ -74,30 +63,11 @@ class VllmService:
         """Raise an error if vLLM's engine has ended."""
         await self._engine.check_health()
 
-    async def totals(self) -> ServiceTotals:
-        """Return the counters of all replicas, or of this replica if the metrics actor cannot be reached."""
-        totals = await self._shared.totals() or self._local.totals(time.time())
-        return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
-
     async def metrics(self) -> Response:
         """Return Prometheus text, summed over all replicas."""
         totals = await self.totals()
         text = await asyncio.to_thread(self._render, totals)
         return Response(text, media_type=exposition.CONTENT_TYPE)
-
-    async def dashboard_state(self) -> dict[str, Any]:
-        """Return the current state; see ``MonitoredService``."""
-        totals, feeds = await self.totals(), await asyncio.to_thread(self._feeds.read)
-        return data.compose(self.settings, self.model, totals, feeds)
-
-    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """Return the versions of a domain; see ``MonitoredService``."""
-        totals = await self.totals()
-        return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
-
-    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """Return the history of all replicas, or of this replica if the metrics actor cannot be reached."""
-        return await self._shared.bins(seconds, since) or self._local.bins(time.time(), seconds, since)
 
     def report(self) -> Report:
         """Return the current report of this replica."""
@@ -108,25 +78,19 @@ class VllmService:
         """Stop the thread and close the connections."""
         self._stop.set()
         self._thread.join(5)
-        for connection in (self._feeds, self.access, self._events):
-            connection.close()
+        super().close()
 
     def _run(self) -> None:
         pause = _PERIOD
         while not self._stop.wait(pause):
             try:
-                report = self.report()
-                local = self._local.push(report)
-                pause = self._shared.push(report) or local
+                pause = self._push(self.report())
             except Exception:  # vLLM registers new metrics while they are read: report again in a second
                 logger.exception("the counters of vLLM cannot be reported")
 
     def _render(self, totals: ServiceTotals) -> bytes:
         families = native_families(totals.counters)
         return exposition.render(totals, self.settings.domain, self.model.id, families)
-
-    def _report_keys_refused(self, reason: str) -> None:
-        self._events.try_add("keys_refused", self.settings.domain, None, reason=reason)
 
 
 def native_counters() -> dict[Name, float]:

@@ -1,0 +1,87 @@
+"""Metrics, dashboard and access of a replica, whatever its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+from osd.config import Settings
+from osd.registry.events import Events
+from osd.registry.object_storage import storage_of
+from osd.registry.versions import Registry
+from serving.access.guard import Access
+from serving.dashboard import data
+from serving.metrics.history import Bins
+from serving.metrics.replicas import ReplicaMetrics
+from serving.metrics.report import Report, ServiceTotals
+from serving.service import ServedModel
+
+
+class SharedMetrics(Protocol):
+    """Metrics of all replicas; methods return None if the metrics actor cannot be reached."""
+
+    def push(self, report: Report) -> float | None:
+        """Deliver a report within two seconds; return the seconds until the next report.
+
+        It is None if the report was not delivered in this time; the caller then chooses the pause.
+        """
+        ...
+
+    async def totals(self) -> ServiceTotals | None:
+        """Return the counters of all replicas."""
+        ...
+
+    async def bins(self, seconds: int, since: int | None) -> Bins | None:
+        """Return the history of all replicas over the last ``seconds``, without the bins up to ``since``."""
+        ...
+
+
+class MonitoredReplica:
+    """Part of ``serving.service.MonitoredService`` that reads the metrics of all replicas; subclasses set ``model``.
+
+    Raises:
+        osd.config.ConfigError: ``serving.keys_file`` is invalid.
+    """
+
+    model: ServedModel
+
+    def __init__(self, settings: Settings, redis_url: str, shared: SharedMetrics) -> None:
+        self.settings, self.redis_url = settings, redis_url
+        self._shared, self._local = shared, ReplicaMetrics()
+        self._registry, self._events = Registry(storage_of(settings)), Events(redis_url)
+        self._feeds = data.Feeds(settings, redis_url, self._registry, self._events)
+        self.access = Access(settings, redis_url, self._report_keys_refused)
+
+    async def totals(self) -> ServiceTotals:
+        """Return the counters of all replicas, or of this replica if the metrics actor cannot be reached."""
+        totals = await self._shared.totals() or self._local.totals(time.time())
+        return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
+
+    async def dashboard_state(self) -> dict[str, Any]:
+        """Return the current state; see ``MonitoredService``."""
+        totals, feeds = await self.totals(), await asyncio.to_thread(self._feeds.read)
+        return data.compose(self.settings, self.model, totals, feeds)
+
+    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
+        """Return the versions of a domain; see ``MonitoredService``."""
+        totals = await self.totals()
+        return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
+
+    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
+        """Return the history of all replicas, or of this replica if the metrics actor cannot be reached."""
+        return await self._shared.bins(seconds, since) or self._local.bins(time.time(), seconds, since)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in (self._feeds, self.access, self._events):
+            connection.close()
+
+    def _push(self, report: Report) -> float:
+        """Deliver a report of this replica, and return the seconds until the next one."""
+        pause = self._local.push(report)
+        return self._shared.push(report) or pause
+
+    def _report_keys_refused(self, reason: str) -> None:
+        self._events.try_add("keys_refused", self.settings.domain, reason=reason)
