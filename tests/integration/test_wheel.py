@@ -49,7 +49,7 @@ def build(source: Path, compiler: str) -> list[str]:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (wheel,) = wheels.glob("osd-*.whl")
+    (wheel,) = wheels.glob("osd_llm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     return sorted(path.name.partition(".")[0] for path in installed.rglob("*.so"))
