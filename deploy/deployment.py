@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import yaml
 from pydantic import ValidationError
 
 from osd.config import ConfigError
+from osd.config.sources import read_yaml
 
 BUILDER = "deploy.cluster:build"
 TOKEN_FILE = Path.home() / ".ray" / "auth_token"
@@ -42,12 +42,7 @@ def read_deployment(file: Path) -> Deployment:
     """
     from ray.serve.schema import ServeDeploySchema
 
-    try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    config = read_yaml(file)
     applications = config.get("applications") if isinstance(config, dict) else None
     builders = [application.get("import_path") for application in applications or () if isinstance(application, dict)]
     if builders != [BUILDER]:

@@ -87,9 +87,9 @@ def _node_findings(settings: Settings) -> Iterator[Finding]:
         says = f"{', '.join(silent)}: no answer within {_NODES_SECONDS:.0f} seconds"
         yield Finding("nodes", "failure", f"{says}; check that RAY_AUTH_TOKEN_PATH can be read there")
     results = {address: result for address, result in seen.items() if result is not None}
-    apart = sorted(address for address, (content, _) in results.items() if content != mark)
-    if apart:
-        says = f"home {home} of {', '.join(apart)} is not the folder of this node: mount one folder on all nodes"
+    unshared = sorted(address for address, (content, _) in results.items() if content != mark)
+    if unshared:
+        says = f"home {home} of {', '.join(unshared)} is not the folder of this node: mount one folder on all nodes"
         yield Finding("home", "failure" if settings.registry.url is None else "warning", says)
     else:
         yield Finding("home", "ok", f"{home} is the same folder on {len(results)} nodes")

@@ -144,7 +144,7 @@ def _disk(settings: Settings) -> Finding:
 
 
 def redis_finding(settings: Settings) -> Finding:
-    """Return whether Redis answers and keeps what it stores."""
+    """Return whether Redis answers and does not delete stored data."""
     running = find(settings.home_dir)
     try:
         if running is not None:

@@ -101,15 +101,24 @@ def _read(tree: type[_Tree], entries: Iterable[_Entry]) -> _Tree:
 def _from_file(file: Path | None) -> Iterator[_Entry]:
     if file is None:
         return
+    content = read_yaml(file)
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{file} must contain keys and values, as in 'domain: general'")
+    yield from _leaves((), content or {}, str(file))
+
+
+def read_yaml(file: Path) -> Any:
+    """Return the content of a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not YAML.
+    """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{file} must contain keys and values, as in 'domain: general'")
-    yield from _leaves((), content or {}, str(file))
 
 
 def _leaves(path: tuple[str, ...], value: Any, source: str) -> Iterator[_Entry]:

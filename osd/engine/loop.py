@@ -274,7 +274,7 @@ class DecodeLoop:
             raise
 
     def _account_for_rest(self) -> None:
-        """Account for the last step before all sequences end; its tokens are valid whatever happens after it."""
+        """Account for the last step before all sequences end; its tokens are valid even if the next step fails."""
         try:
             self._account()
         except Exception:

@@ -21,7 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 _Part = Callable[[], Coroutine[Any, Any, None]]
 PRIVATE = "osd_private"
-"""Key in the state of a scope; true for a request that must not be captured, whatever its body says."""
+"""Key in the state of a scope; true for a request that is not captured even if its body permits it."""
 
 
 class OsdMiddleware:

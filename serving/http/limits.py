@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import TypeVar
 
 from fastapi import Request
@@ -100,6 +100,33 @@ class Admission:
         self.taken -= sequences
 
 
+class ArrivingBytes:
+    """Limit on the bytes of all request bodies that a replica holds before it queues them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Generator[Callable[[int], None]]:
+        """Yield a function that adds the size of a chunk of one body; the body counts until the context ends.
+
+        The function raises ``ApiError`` with status 429 if too many bytes are arriving.
+        """
+        received = 0
+
+        def arrived(size: int) -> None:
+            nonlocal received
+            if self._held + size > self._limit:
+                raise queue_full(f"{self._held} bytes are arriving, and this server's limit is {self._limit}.")
+            received += size
+            self._held += size
+
+        try:
+            yield arrived
+        finally:
+            self._held -= received
+
+
 class Arrivals:
     """Reader of request bodies that limits the requests being received or encoded, and their bytes.
 
@@ -108,15 +135,16 @@ class Arrivals:
     """
 
     def __init__(self, settings: ServingSettings, limit: int, most_bytes: int) -> None:
-        self._settings = settings
+        self._settings, self._bytes = settings, ArrivingBytes(most_bytes)
         self.limit, self.taken = limit, 0
-        self.most_bytes, self.bytes = most_bytes, 0
 
     @contextlib.asynccontextmanager
-    async def body(self, request: Request, schema: type[AnyBody], most: int | None = None) -> AsyncGenerator[AnyBody]:
+    async def body(
+        self, request: Request, schema: type[AnyBody], max_bytes: int | None = None
+    ) -> AsyncGenerator[AnyBody]:
         """Read and validate a JSON body; the request counts until the context ends.
 
-        Never holds more bytes than the settings allow, or than ``most``.
+        Never holds more bytes than the settings allow, or than ``max_bytes``.
 
         Raises:
             ApiError: status 429 with Retry-After if too many requests or too many bytes are arriving; 415 if the
@@ -126,22 +154,14 @@ class Arrivals:
         if self.taken >= self.limit:
             raise queue_full(f"{self.taken} requests are arriving, which is this server's limit.")
         self.taken += 1
-        received, limits = 0, self._settings
-        if most is not None:
-            limits = limits.model_copy(update={"max_body_bytes": min(most, limits.max_body_bytes)})
-
-        def arrived(size: int) -> None:
-            nonlocal received
-            if self.bytes + size > self.most_bytes:
-                raise queue_full(f"{self.bytes} bytes are arriving, and this server's limit is {self.most_bytes}.")
-            received += size
-            self.bytes += size
-
+        limits = self._settings
+        if max_bytes is not None:
+            limits = limits.model_copy(update={"max_body_bytes": min(max_bytes, limits.max_body_bytes)})
         try:
-            yield await _read(request, schema, limits, arrived)
+            with self._bytes.hold() as arrived:
+                yield await _read(request, schema, limits, arrived)
         finally:
             self.taken -= 1
-            self.bytes -= received
 
 
 def queue_full(message: str) -> ApiError:

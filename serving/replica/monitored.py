@@ -1,4 +1,4 @@
-"""Metrics, dashboard and access of a replica, whatever its engine."""
+"""Metrics, dashboard and access of a replica, for all kinds of engines."""
 
 from __future__ import annotations
 

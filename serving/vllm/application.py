@@ -16,7 +16,7 @@ from serving.access.keys import caller_of
 from serving.api.admin import AdminRoutes
 from serving.http import errors
 from serving.http.errors import ApiError
-from serving.http.limits import ARRIVING_BYTES, queue_full, read_body
+from serving.http.limits import ARRIVING_BYTES, ArrivingBytes, queue_full, read_body
 from serving.metrics.report import Report
 from serving.telemetry.observed import Observer, Observing, log_request
 from serving.vllm import clients
@@ -71,8 +71,8 @@ class Admission:
 
     def __init__(self, vllm: ASGIApp, service: VllmService) -> None:
         self._vllm, self._limits = vllm, service.settings.serving
-        self._most_bytes = max(ARRIVING_BYTES, self._limits.max_body_bytes)
-        self._running = self._bytes = 0
+        self._bytes = ArrivingBytes(max(ARRIVING_BYTES, self._limits.max_body_bytes))
+        self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request with its whole body, or send the error."""
@@ -91,7 +91,8 @@ class Admission:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        bodies = [await self._read(request)]
+        with self._bytes.hold() as arrived:
+            bodies = [await read_body(request, self._limits, arrived)]
 
         async def receiving() -> Message:
             if bodies:
@@ -103,21 +104,6 @@ class Admission:
         # A vLLM has one drafter, and the data of a tenant must not train it.
         state = {**scope.get("state", {}), PRIVATE: bool(sender.tenant)}
         await self._vllm({**scope, "state": state}, receiving, send)
-
-    async def _read(self, request: Request) -> bytes:
-        received = 0
-
-        def arrived(size: int) -> None:
-            nonlocal received
-            if self._bytes + size > self._most_bytes:
-                raise queue_full(f"{self._bytes} bytes are arriving, and this server's limit is {self._most_bytes}.")
-            received += size
-            self._bytes += size
-
-        try:
-            return await read_body(request, self._limits, arrived)
-        finally:
-            self._bytes -= received
 
 
 def _own_routes(service: VllmService) -> FastAPI:

@@ -16,7 +16,7 @@ _SALT, _DELTA = "cache_salt", "DELTA"
 
 
 def attach(engine: Any, budgets: Budgets) -> None:
-    """Let vLLM's client of its engine keep apart the cached prompts of clients, and charge tokens to their keys."""
+    """Let vLLM's client of its engine separate the cached prompts of clients, and charge tokens to their keys."""
     generate = engine.generate
 
     def generating(prompt: Any, params: Any, *args: Any, **options: Any) -> AsyncGenerator[Any]:

@@ -73,7 +73,7 @@ class Machine:
         return [*enter, "/bin/sh", "-c", 'cd /data && exec "$@"', "sh", *map(str, command)]
 
     def cut(self) -> None:
-        """Separate the machine from the network: the switch drops what it sends and what it is sent."""
+        """Separate the machine from the network: the switch drops all of its packets."""
         self.network.set_port(self.name, _DISABLED)
 
     def heal(self) -> None:
