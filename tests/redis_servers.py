@@ -49,8 +49,8 @@ def run(folder: Path, *lines: str, arguments: tuple[str, ...] = ()) -> Iterator[
 
 
 def acl_rules(user: str) -> list[str]:
-    """Return the rights of a user that docs/operations.md lists, without its password."""
-    page = Path(__file__).parents[1] / "docs" / "operations.md"
+    """Return the rights of a user that docs/machines.md lists, without its password."""
+    page = Path(__file__).parents[1] / "docs" / "machines.md"
     (line,) = (line for line in page.read_text().splitlines() if line.strip().startswith(f"user {user} on >PASSWORD "))
     return line.partition(">PASSWORD ")[2].split()
 

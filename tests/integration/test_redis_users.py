@@ -1,4 +1,4 @@
-"""Users of Redis with the limited rights that docs/operations.md lists."""
+"""Users of Redis with the limited rights that docs/machines.md lists."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    """Administrator of a Redis in which Ray's GCS keeps its tables, with the rights that docs/operations.md lists."""
+    """Administrator of a Redis in which Ray's GCS keeps its tables, with the rights that docs/machines.md lists."""
     with (
         redis_servers.run(
             tmp_path_factory.mktemp("gcs"), 'save ""', "rdbcompression no", arguments=("--protected-mode", "no")

@@ -1,8 +1,9 @@
-"""Commands, settings and links of the documentation, compared with the code."""
+"""Commands, settings, links and structure of the documentation, compared with the code."""
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
-CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+SETTINGS = (ROOT / "docs/settings.md").read_text()
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -39,7 +40,7 @@ def test_commands_page_names_exactly_the_commands():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_of_a_page_exist(page: Path):
-    names = set(re.findall(r"^\| `([\w.]+)`", CONFIGURATION, re.MULTILINE))
+    names = set(re.findall(r"^\| `([\w.]+)`", SETTINGS, re.MULTILINE))
     names |= {name.rpartition(".")[0] for name in names}  # sections
     for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", page.read_text()):
         if name.partition(".")[0] in Settings.model_fields:
@@ -52,8 +53,8 @@ def test_files_of_a_page_exist(page: Path):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-def test_configuration_page_matches_the_settings():
-    assert CONFIGURATION.endswith("\n" + settings())
+def test_settings_page_matches_the_settings():
+    assert SETTINGS.endswith("\n" + settings())
 
 
 def test_every_setting_has_a_description():
@@ -76,3 +77,26 @@ def test_links_within_the_project_resolve(page: Path):
 
 def test_readme_has_at_most_80_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_has_at_most_200_lines(page: Path):
+    if page.name != "settings.md":  # generated
+        assert len(page.read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_and_tables_suit_both_kinds_of_markdown(page: Path):
+    """MkDocs needs an empty line and another paragraph before a list, and four spaces in it; other hosts need less."""
+    lines, list_before = ["", *page.read_text().splitlines()], ""
+    for before, line in pairwise(lines):
+        starts_list = re.match(r"(?:[-*]|\d+(\.)) ", line)
+        inside = re.match(r" *([-*]|\d+\.) |\|| ", before) is not None
+        assert not (starts_list or line.startswith("|")) or inside or not before, f"no empty line before {line}"
+        assert before or not re.match(r" {1,3}\S", line), f"fewer than four spaces before {line}"
+        if starts_list:
+            kind = "numbers" if starts_list[1] else "points"
+            assert list_before in ("", kind), f"no paragraph between two kinds of lists: {line}"
+            list_before = kind
+        elif line and not line.startswith(" "):
+            list_before = ""
