@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+from typer.main import get_command
 
 from docs.reference import settings
 from osd.cli.app import app
@@ -20,6 +24,8 @@ PAGES = [
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 SETTINGS = (ROOT / "docs/settings.md").read_text()
+START = (ROOT / "docs/index.md").read_text()
+PATHS = ("A laptop", "One GPU", "An existing vLLM", "A Ray cluster")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -100,3 +106,51 @@ def test_lists_and_tables_suit_both_kinds_of_markdown(page: Path):
             list_before = kind
         elif line and not line.startswith(" "):
             list_before = ""
+
+
+def commands(path: str) -> list[str]:
+    """Return the commands of the page's code below the heading ``path``, without comments."""
+    _, _, section = START.partition(f"\n### {path}\n")
+    code = re.findall(r"^    (.+)$", re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0], re.MULTILINE)
+    return re.sub(r"\\\n", "", "\n".join(re.sub(r" +# .*", "", line) for line in code)).splitlines()
+
+
+def arguments_of_osd(command: str) -> list[str] | None:
+    """Return the arguments of ``osd`` in a command of a shell, and None for a command of another program."""
+    words = [word for word in shlex.split(command) if not re.match("[A-Z_]+=", word)]
+    return words[1:] if Path(words[0]).name == "osd" else None
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse arguments of ``osd`` without running the command; raises a usage error."""
+    command = get_command(app)
+    context = command.make_context("osd", list(arguments))
+    while isinstance(command, TyperGroup):
+        name, command, arguments = command.resolve_command(context, arguments)
+        context = command.make_context(name, list(arguments), parent=context)
+
+
+def test_start_page_has_at_most_five_commands_per_path():
+    assert {path: 1 <= len(commands(path)) <= 5 for path in PATHS} == dict.fromkeys(PATHS, True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_commands_of_the_start_page_parse(path: str):
+    for command in commands(path):
+        arguments = arguments_of_osd(command)
+        if arguments is not None:
+            parse(arguments)
+
+
+def test_commands_of_the_readme_parse():
+    section = (ROOT / "README.md").read_text().partition("## Find your path")[2].partition("## Use")[0]
+    found = [arguments_of_osd(command) for command in re.findall(r"`([^`]*\bosd [^`]+)`", section)]
+    assert len(found) >= len(PATHS)
+    for arguments in found:
+        assert arguments is not None
+        parse(arguments)
+
+
+def test_parse_refuses_an_unknown_option():
+    with pytest.raises(TyperException, match="--model-length"):
+        parse(["up", "a/model", "--model-length", "4096"])
