@@ -34,6 +34,7 @@ class Engine:
     def build(self, target: str, tag: str) -> None:
         """Build a target of ``deploy/Dockerfile``; pip in the build has the configuration of this machine."""
         options: list[object] = ["--file", ROOT / "deploy/Dockerfile", "--target", target, "--tag", tag]
+        options += ["--build-arg", f"BASE={BASE}"]  # the image with the pinned hash may not be here
         if self.program != "docker":
             options += ["--layers", "--format", "docker", "--isolation", "chroot", *_pip_mounts()]
         if CPU_INDEX is not None:

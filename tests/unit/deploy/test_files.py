@@ -324,9 +324,15 @@ def filled(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)[^}]*\}", lambda match: values[match[1]], text)
 
 
-def test_compose_pins_images_and_prometheus_sends_the_key():
+@pytest.mark.parametrize("name", ["compose.yaml", "kuberay/base/redis.yaml", "Dockerfile"])
+def test_images_of_others_are_pinned_by_hash(name: str):
+    images = re.findall(r"^ *(?:image: |ARG BASE=)(?!osd:)(.+)$", (DEPLOY / name).read_text(), re.MULTILINE)
+    assert images
+    assert [image for image in images if not re.fullmatch(r"[\w/.-]+:v?\d[\w.-]+@sha256:[0-9a-f]{64}", image)] == []
+
+
+def test_prometheus_of_compose_sends_the_key():
     compose = read(DEPLOY / "compose.yaml")
-    assert all(re.search(r":v?\d+\.\d+\.\d+$", service["image"]) for service in compose["services"].values())
     (scrape,) = read(DEPLOY / "prometheus.yml")["scrape_configs"]
     (secret,) = compose["services"]["prometheus"]["secrets"]
     assert scrape["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
