@@ -10,26 +10,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fastapi import FastAPI, Response
 from redis.exceptions import RedisError
 
 from osd.config import Settings
 from osd.metrics import Name
-from osd.registry.events import Events
-from osd.registry.object_storage import storage_of
 from osd.registry.replica_loads import ReplicaLoads, UpstreamReport
-from osd.registry.versions import Registry
 from serving import dashboard
-from serving.access.guard import Access, HostGuard, KeyGuard
+from serving.access.guard import HostGuard, KeyGuard
 from serving.api.admin import AdminRoutes
-from serving.dashboard import data
 from serving.http import errors
 from serving.metrics import exposition
-from serving.metrics.history import Bins
-from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, ServiceTotals, TracedDrafts
+from serving.monitored import Monitored, NoSharedMetrics
 from serving.service import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -86,8 +80,10 @@ def _increment(before: int, now: int) -> int:
     return now - before if now >= before else now
 
 
-class UpstreamService:
-    """Implementation of ``serving.service.MonitoredService``; a thread reads the reports of servers once a second."""
+class UpstreamService(Monitored):
+    """Service whose replicas are upstream servers; a thread reads their reports once a second."""
+
+    answers = False
 
     def __init__(
         self,
@@ -97,43 +93,23 @@ class UpstreamService:
         live: Callable[[], Sequence[TracedDrafts]] = tuple,
     ) -> None:
         """Create the service; ``live`` returns the acceptance of traced requests."""
-        self.settings, self.model, self.redis_url, self._live = settings, model, redis_url, live
-        self._loads, self._events = ReplicaLoads(redis_url), Events(redis_url)
-        self.access = Access(settings, redis_url, self._report_keys_refused)
-        self._feeds = data.Feeds(settings, redis_url, Registry(storage_of(settings)), self._events)
+        super().__init__(settings, redis_url, NoSharedMetrics())
+        self.model, self._live, self._loads = model, live, ReplicaLoads(redis_url)
         self._counts: dict[str, UpstreamCounts] = {}
-        self._metrics, self._lock, self._stop = ReplicaMetrics(), threading.Lock(), threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upstreams", daemon=True)
         self._thread.start()
 
     async def totals(self) -> ServiceTotals:
         """Return the counters of all servers."""
-        with self._lock:
-            totals = self._metrics.totals(time.time())
-        feed = await asyncio.to_thread(self._feeds.trainer)
-        return replace(totals, **feed._asdict(), traced=await asyncio.to_thread(self._live))
-
-    async def dashboard_state(self) -> dict[str, Any]:
-        """Return the current state; see ``MonitoredService``."""
-        totals, feeds = await self.totals(), await asyncio.to_thread(self._feeds.read)
-        return data.compose(self.settings, self.model, totals, feeds, answers=False)
-
-    async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """Return the versions of a domain; see ``MonitoredService``."""
-        totals = await self.totals()
-        return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
-
-    async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """Return the history; see ``MonitoredService``."""
-        with self._lock:
-            return self._metrics.bins(time.time(), seconds, since)
+        return replace(await super().totals(), traced=await asyncio.to_thread(self._live))
 
     def close(self) -> None:
         """Stop the thread and close the connections."""
         self._stop.set()
         self._thread.join(5)
-        for connection in (self._feeds, self.access, self._loads, self._events):
-            connection.close()
+        self._loads.close()
+        super().close()
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD):
@@ -143,13 +119,9 @@ class UpstreamService:
                 logger.debug("cannot read the reports of taps: %s", error)
                 continue
             drafter = self.settings.drafter
-            with self._lock:
-                for name, report in reports.items():
-                    counts = self._counts.setdefault(name, UpstreamCounts((drafter.distilled or drafter).kind))
-                    self._metrics.push(counts.report(name, report))
-
-    def _report_keys_refused(self, reason: str) -> None:
-        self._events.try_add("keys_refused", self.settings.domain, None, reason=reason)
+            for name, report in reports.items():
+                counts = self._counts.setdefault(name, UpstreamCounts((drafter.distilled or drafter).kind))
+                self._push(counts.report(name, report))
 
 
 def create_dashboard(service: UpstreamService, names: frozenset[str] | None) -> FastAPI:

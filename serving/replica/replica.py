@@ -30,8 +30,8 @@ from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config
 from osd.target.vocabulary import TokenText, TokenTexts, max_token_bytes
+from serving.monitored import Monitored, SharedMetrics
 from serving.replica.domain_watcher import DomainWatcher
-from serving.replica.monitored import MonitoredReplica, SharedMetrics
 from serving.replica.outcome_sharer import OutcomeSharer
 from serving.replica.recall_keeper import RecallKeeper
 from serving.replica.reporter import Control, Reporter, Switches
@@ -53,7 +53,7 @@ _LARGE = 1 << 16
 """Characters above which encoding a text leaves much freed memory, up to hundreds of bytes for each character."""
 
 
-class Replica(MonitoredReplica):
+class Replica(Monitored):
     """Implementation of ``serving.service.Service`` with an engine; ``close`` stops every thread that it started.
 
     Raises:

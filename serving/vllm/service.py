@@ -21,7 +21,7 @@ from osd.vllm.reporting import read_report
 from serving.dashboard.upstream_service import UpstreamCounts
 from serving.metrics import exposition
 from serving.metrics.report import Report, ServiceTotals
-from serving.replica.monitored import MonitoredReplica, SharedMetrics
+from serving.monitored import Monitored, SharedMetrics
 from serving.service import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _KINDS = {"counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 _PREFIX, _CREATED = "vllm:", "_created"  # times of creation cannot be summed
 
 
-class VllmService(MonitoredReplica):
+class VllmService(Monitored):
     """Implementation of ``serving.service.MonitoredService``; a thread reports vLLM's counters once a second."""
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Metrics, dashboard and access of a replica, for all kinds of engines."""
+"""Metrics, dashboard and access of a replica, for all kinds of engines, or of a trainer without replicas."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from typing import Any, Protocol
@@ -38,31 +39,51 @@ class SharedMetrics(Protocol):
         ...
 
 
-class MonitoredReplica:
-    """Part of ``serving.service.MonitoredService`` that reads the metrics of all replicas; subclasses set ``model``.
+class NoSharedMetrics:
+    """``SharedMetrics`` of a process without a metrics actor."""
+
+    def push(self, report: Report) -> None:
+        """Do nothing."""
+
+    async def totals(self) -> None:
+        """Return None."""
+
+    async def bins(self, seconds: int, since: int | None) -> None:
+        """Return None."""
+
+
+class Monitored:
+    """Implementation of ``serving.service.MonitoredService``; subclasses set ``model``.
+
+    Attributes:
+        answers: whether the server of the dashboard also answers requests.
 
     Raises:
         osd.config.ConfigError: ``serving.keys_file`` is invalid.
     """
 
     model: ServedModel
+    answers = True
 
     def __init__(self, settings: Settings, redis_url: str, shared: SharedMetrics) -> None:
         self.settings, self.redis_url = settings, redis_url
-        self._shared, self._local = shared, ReplicaMetrics()
+        self._shared, self._local, self._lock = shared, ReplicaMetrics(), threading.Lock()
         self._registry, self._events = Registry(storage_of(settings)), Events(redis_url)
         self._feeds = data.Feeds(settings, redis_url, self._registry, self._events)
         self.access = Access(settings, redis_url, self._report_keys_refused)
 
     async def totals(self) -> ServiceTotals:
-        """Return the counters of all replicas, or of this replica if the metrics actor cannot be reached."""
-        totals = await self._shared.totals() or self._local.totals(time.time())
+        """Return the counters of all replicas, or those of this process if the metrics actor cannot be reached."""
+        totals = await self._shared.totals()
+        if totals is None:
+            with self._lock:
+                totals = self._local.totals(time.time())
         return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
 
     async def dashboard_state(self) -> dict[str, Any]:
         """Return the current state; see ``MonitoredService``."""
         totals, feeds = await self.totals(), await asyncio.to_thread(self._feeds.read)
-        return data.compose(self.settings, self.model, totals, feeds)
+        return data.compose(self.settings, self.model, totals, feeds, self.answers)
 
     async def dashboard_versions(self, domain: str) -> dict[str, Any]:
         """Return the versions of a domain; see ``MonitoredService``."""
@@ -70,8 +91,12 @@ class MonitoredReplica:
         return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """Return the history of all replicas, or of this replica if the metrics actor cannot be reached."""
-        return await self._shared.bins(seconds, since) or self._local.bins(time.time(), seconds, since)
+        """Return the history of all replicas, or that of this process if the metrics actor cannot be reached."""
+        bins = await self._shared.bins(seconds, since)
+        if bins is None:
+            with self._lock:
+                bins = self._local.bins(time.time(), seconds, since)
+        return bins
 
     def close(self) -> None:
         """Close the connections."""
@@ -80,7 +105,8 @@ class MonitoredReplica:
 
     def _push(self, report: Report) -> float:
         """Deliver a report of this replica, and return the seconds until the next one."""
-        pause = self._local.push(report)
+        with self._lock:
+            pause = self._local.push(report)
         return self._shared.push(report) or pause
 
     def _report_keys_refused(self, reason: str) -> None:
