@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -265,17 +265,21 @@ def warm_up(
 
 def install_vllm(
     directory: Annotated[Path, typer.Argument(help="New directory for the environment.", metavar="DIR")],
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], typer.Option(help="Device of vLLM's build; auto looks for a GPU from NVIDIA.")
+    ] = "auto",
 ) -> None:
     """Make an environment with vLLM for replicas with engine.kind=vllm.
 
-    It gets vLLM, or its build for CPUs on a machine without a GPU from NVIDIA, and the packages that a replica needs,
-    in fixed versions. Python and Ray are those of this environment.
+    It gets vLLM, or its build for CPUs, and the packages that a replica needs, in fixed versions. Python and Ray are
+    those of this environment.
     """
     from deploy.vllm.environment import PythonError
     from deploy.vllm.install import InstallError, install
 
     try:
-        python = install(directory, lambda step: typer.echo(step, err=True))
+        has_gpu = None if device == "auto" else device == "cuda"
+        python = install(directory, has_gpu, lambda step: typer.echo(step, err=True))
     except (InstallError, PythonError) as error:
         fail(error)
     typer.echo(f"osd up --set engine.kind=vllm --set engine.vllm.python={shlex.quote(str(python))}")

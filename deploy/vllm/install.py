@@ -30,10 +30,15 @@ def requirements(has_gpu: bool) -> list[str]:
     return [f"{vllm}=={VLLM_VERSION}", *(f"{extras.get(name, name)}=={version(name)}" for name in ADDED)]
 
 
-def install(folder: Path, report: Callable[[str], None]) -> Path:
+def install(folder: Path, has_gpu: bool | None, report: Callable[[str], None]) -> Path:
     """Create an environment in ``folder``, which must be empty or new, and return its interpreter.
 
-    ``report`` is called with each slow step. A failed installation leaves no folder.
+    A failed installation leaves no folder.
+
+    Args:
+        folder: folder of the environment.
+        has_gpu: whether to install vLLM's build for GPUs; None looks for a GPU from NVIDIA on this machine.
+        report: called with each slow step.
 
     Raises:
         InstallError: the folder has files, or a package cannot be installed.
@@ -47,7 +52,7 @@ def install(folder: Path, report: Callable[[str], None]) -> Path:
     try:
         report("creating the environment")
         _run([sys.executable, "-m", "venv", str(folder)])
-        has_gpu = _NVIDIA.exists()
+        has_gpu = _NVIDIA.exists() if has_gpu is None else has_gpu
         needed = requirements(has_gpu)
         report(f"installing {', '.join(needed)}")
         _run([*pip, "install", *needed])

@@ -19,7 +19,7 @@ CRD = os.environ.get("OSD_TEST_CRD")
 
 @cache
 def rendered(variant: str) -> list[dict[str, Any]]:
-    """Return the manifests of ``base`` or ``gpu``, as kustomize renders them; skip the test without kustomize."""
+    """Return the manifests of a folder of ``deploy/kuberay``; skip the test without kustomize."""
     for command in (("kubectl", "kustomize"), ("kustomize", "build")):
         if shutil.which(command[0]):
             done = subprocess.run([*command, KUBERAY / variant], capture_output=True, text=True)

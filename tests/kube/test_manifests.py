@@ -12,7 +12,7 @@ from tests.kube.manifests import ray_service, rendered, strict_schema
 
 pytestmark = pytest.mark.kube
 
-VARIANTS = ("base", "gpu")
+VARIANTS = ("base", "gpu", "vllm")
 KUBERNETES = ("1.32", kubernetes_validate.latest_version())
 """The oldest maintained version of Kubernetes at the time of writing, and the newest known one."""
 
@@ -40,7 +40,7 @@ def test_ray_service_has_only_fields_that_kuberay_knows(variant: str):
 
 
 def test_images_of_all_pods_are_set_in_one_place():
-    for variant, tag in (("base", "0.1.0"), ("gpu", "0.1.0-gpu")):
+    for variant, tag in (("base", "0.1.0"), ("gpu", "0.1.0-gpu"), ("vllm", "0.1.0-vllm")):
         cluster = ray_service(variant)["spec"]["rayClusterConfig"]
         groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
         images = {part["image"] for group in groups for part in group["template"]["spec"]["containers"]}
@@ -48,7 +48,7 @@ def test_images_of_all_pods_are_set_in_one_place():
 
 
 def test_replicas_with_a_gpu_have_limits_of_their_own():
-    base, gpu = (ray_service(variant)["spec"]["rayClusterConfig"]["workerGroupSpecs"][0] for variant in VARIANTS)
+    base, gpu = (ray_service(variant)["spec"]["rayClusterConfig"]["workerGroupSpecs"][0] for variant in ("base", "gpu"))
     small, large = (group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in (base, gpu))
     assert small["memory"] != large["memory"]
     assert large["nvidia.com/gpu"] == "1"

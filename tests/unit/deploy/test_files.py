@@ -40,10 +40,14 @@ def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
+VARIANTS = ("base", "gpu", "vllm")
+"""Variants of the RayService; each after the first is a patch of the one before."""
+
+
 def service(variant: str) -> dict[str, Any]:
     manifest = read(KUBERAY / "base/service.yaml")
-    if variant == "gpu":
-        manifest = jsonpatch.apply_patch(manifest, read(KUBERAY / "gpu/patch.yaml"))
+    for name in VARIANTS[1 : VARIANTS.index(variant) + 1]:
+        manifest = jsonpatch.apply_patch(manifest, read(KUBERAY / name / "patch.yaml"))
     return manifest
 
 
@@ -70,7 +74,7 @@ def as_pod(pod: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": pod}
 
 
-@pytest.mark.parametrize("variant", ["base", "gpu"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_pods_are_valid_for_kubernetes(variant: str):
     for pod in pods(service(variant)).values():
         check_kubernetes(as_pod(pod))
@@ -83,7 +87,7 @@ def test_other_manifests_are_valid_for_kubernetes(name: str):
 
 
 def test_kustomization_lists_every_file():
-    for variant in ("base", "gpu"):
+    for variant in VARIANTS:
         kustomization = read(KUBERAY / variant / "kustomization.yaml")
         named = [*kustomization["resources"], *(patch["path"] for patch in kustomization.get("patches", []))]
         assert all((KUBERAY / variant / name).exists() for name in named)
@@ -93,11 +97,15 @@ def test_kustomization_lists_every_file():
     }
 
 
+SERVE_CONFIGS = ("serve.yaml", "serve.vllm.yaml", "base", "vllm")
+"""Files of Serve, and variants of the RayService that contain another configuration."""
+
+
 def serve_config(name: str) -> dict[str, Any]:
-    return read(DEPLOY / name) if name.endswith(".yaml") else yaml.safe_load(service("base")["spec"]["serveConfigV2"])
+    return read(DEPLOY / name) if name.endswith(".yaml") else yaml.safe_load(service(name)["spec"]["serveConfigV2"])
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "serve.vllm.yaml", "kuberay"])
+@pytest.mark.parametrize("name", SERVE_CONFIGS)
 def test_serve_config_is_valid_and_has_no_unknown_field(name: str):
     config = serve_config(name)
     # Serve ignores unknown fields, so the parsed configuration must equal the file.
@@ -115,7 +123,7 @@ def settings_of(name: str, tmp_path: Path) -> Settings:
     return load_settings(environ={}, arguments=values)
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "serve.vllm.yaml", "kuberay"])
+@pytest.mark.parametrize("name", SERVE_CONFIGS)
 def test_cluster_file_has_known_settings_and_no_password(name: str, tmp_path: Path):
     settings = settings_of(name, tmp_path)
     secured = "://:secret%20of%20redis.password_file@redis:6379/0"
@@ -141,7 +149,7 @@ def test_grace_periods_exceed_the_drain(tmp_path: Path):
     pod = pods(manifest)["replicas"]
     *command, seconds = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
     assert command == ["python", "-m", "deploy.leave"]
-    assert int(seconds) >= settings_of("kuberay", tmp_path).serving.drain_s + CLOSE_SECONDS
+    assert int(seconds) >= settings_of("base", tmp_path).serving.drain_s + CLOSE_SECONDS
     assert pod["terminationGracePeriodSeconds"] >= int(seconds) + 20, "Ray ends after the replicas"
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= int(seconds), "pods of the previous version too"
     drain = settings_of("serve.yaml", tmp_path).serving.drain_s + CLOSE_SECONDS
@@ -179,7 +187,7 @@ def user_of_the_image() -> int:
 
 
 def test_pods_mount_every_secret_that_they_read():
-    args = dotted(serve_config("kuberay")["applications"][0]["args"])
+    args = dotted(serve_config("base")["applications"][0]["args"])
     for pod in pods(service("base")).values():
         secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
         paths = [mount["mountPath"] for mount in container(pod)["volumeMounts"] if mount["name"] in secrets]
@@ -196,7 +204,7 @@ def test_ports_have_kuberay_names_and_only_serve_is_open():
     known = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "serve": 8000}
     assert ports["head"] == known
     assert ports["replicas"].items() <= known.items()
-    assert ports["replicas"]["serve"] == serve_config("kuberay")["http_options"]["port"]
+    assert ports["replicas"]["serve"] == serve_config("base")["http_options"]["port"]
     to_all = [rule for rule in read(KUBERAY / "base/network.yaml")["spec"]["ingress"] if "from" not in rule]
     assert to_all == [{"ports": [{"port": ports["replicas"]["serve"]}]}]
 
@@ -236,7 +244,7 @@ def test_silent_head_or_redis_of_40_seconds_loses_no_node():
 
 
 def test_autoscaling_of_pods_and_replicas_have_the_same_limits(tmp_path: Path):
-    cluster, serving = service("base")["spec"]["rayClusterConfig"], settings_of("kuberay", tmp_path).serving
+    cluster, serving = service("base")["spec"]["rayClusterConfig"], settings_of("base", tmp_path).serving
     (group,) = cluster["workerGroupSpecs"]
     assert cluster["enableInTreeAutoscaling"]
     assert serving.replicas_per_node == 1
@@ -299,7 +307,7 @@ def test_hashed_requirements_of_the_image_agree_with_the_project():
 
 def test_compose_files_are_valid():
     check = ("check-jsonschema", "--builtin-schema", "vendor.compose-spec")
-    code, text = output_of(*check, DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml")
+    code, text = output_of(*check, *DEPLOY.glob("compose*.yaml"))
     assert code == 0, text
 
 
@@ -325,6 +333,23 @@ def filled(text: str, values: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "kuberay/base/redis.yaml", "Dockerfile"])
+def test_vllm_of_compose_and_pods_is_that_of_the_image(tmp_path: Path):
+    (folder,) = re.findall(r"osd vllm install (\S+)", (DEPLOY / "Dockerfile").read_text())
+    environment = read(DEPLOY / "compose.vllm.yaml")["services"]["osd"]["environment"]
+    variables = {name: value for name, value in environment.items() if name.startswith("OSD_")}
+    for settings in (load_settings(environ=variables), settings_of("vllm", tmp_path)):
+        assert settings.engine.kind == "vllm"
+        assert str(settings.engine.vllm.python) == f"{folder}/bin/python"
+
+
+def test_pods_with_vllm_have_memory_for_captured_steps():
+    pod = pods(service("vllm"))["replicas"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container(pod)["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
+    assert volumes[mounts["/tmp"]]["emptyDir"] == {"sizeLimit": "10Gi"}
+
+
 def test_images_of_others_are_pinned_by_hash(name: str):
     images = re.findall(r"^ *(?:image: |ARG BASE=)(?!osd:)(.+)$", (DEPLOY / name).read_text(), re.MULTILINE)
     assert images
