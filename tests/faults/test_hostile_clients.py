@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -135,18 +136,19 @@ class Attackers:
     """Starter of the process of hostile clients, with the number of its connections by attack and status."""
 
     def __init__(self, up: Up, requests: Path) -> None:
-        self._up, self._requests, self._runs = up, requests, 0
+        self._order = {"port": up.port, "ports": listening_ports(up), "key": HOSTILE, "requests": str(requests)}
+        self._runs = 0
         self.statuses: Counter[str] = Counter()
 
-    def attack(self) -> None:
-        """Attack during a block."""
+    def attack(self, began: Callable[[], None] = lambda: None) -> None:
+        """Attack during a block; ``began`` is called when the process has started and attacks."""
         self._runs += 1
-        order = {"port": self._up.port, "ports": listening_ports(self._up), "key": HOSTILE}
-        order |= {"seed": self._runs, "requests": str(self._requests)}
         command = [sys.executable, "-m", hostile_clients.__name__]
         root = Path(__file__).parents[2]
         with subprocess.Popen(command, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            print(json.dumps(order), file=process.stdin, flush=True)
+            time.sleep(PAUSE_SECONDS)  # the start of a process also takes time from other clients
+            print(json.dumps({**self._order, "seed": self._runs}), file=process.stdin, flush=True)
+            began()
             time.sleep(BLOCK_SECONDS)
             report, _ = process.communicate(timeout=HANG_SECONDS)
         self.statuses.update(json.loads(report))
@@ -246,9 +248,12 @@ def test_hostile_clients_do_not_harm_others(service, reader, tmp_path, fault_res
                     before = memory_of(service)
                     wait_until(lambda: normal.answers[-1].seconds < 1, what="the end of the backlog")
                 for is_hostile in random.sample([True, False], 2):
-                    time.sleep(PAUSE_SECONDS)  # until the effects of the last block have ended
-                    blocks[is_hostile].append(time.monotonic())
-                    attackers.attack() if is_hostile else time.sleep(BLOCK_SECONDS)
+                    if is_hostile:
+                        attackers.attack(lambda: blocks[True].append(time.monotonic()))
+                    else:
+                        time.sleep(PAUSE_SECONDS)  # until the effects of the last block have ended
+                        blocks[False].append(time.monotonic())
+                        time.sleep(BLOCK_SECONDS)
             after = memory_of(service)
         names = {f"{answer.id}-0" for answer in normal.answers if answer.status == 200}
         with suppress(AssertionError):
