@@ -181,8 +181,10 @@ def test_pods_have_minimal_rights():
 
 def user_of_the_image() -> int:
     image = (DEPLOY / "Dockerfile").read_text()
-    (made,), used = re.findall(r"--uid (\d+)", image), re.findall(r"^USER (\d+)$", image, re.MULTILINE)
-    assert used == [made] * 2, "the targets cpu and gpu"
+    (made,) = re.findall(r"--uid (\d+)", image)
+    targets = {part.split()[2]: part for part in image.split("\nFROM ")[1:]}
+    for name in ("cpu", "gpu", "vllm"):
+        assert re.findall(r"^USER (\d+)$", targets[name], re.MULTILINE)[-1] == made, name
     return int(made)
 
 
@@ -332,7 +334,6 @@ def filled(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)[^}]*\}", lambda match: values[match[1]], text)
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "kuberay/base/redis.yaml", "Dockerfile"])
 def test_vllm_of_compose_and_pods_is_that_of_the_image(tmp_path: Path):
     (folder,) = re.findall(r"osd vllm install (\S+)", (DEPLOY / "Dockerfile").read_text())
     environment = read(DEPLOY / "compose.vllm.yaml")["services"]["osd"]["environment"]
@@ -350,6 +351,7 @@ def test_pods_with_vllm_have_memory_for_captured_steps():
     assert volumes[mounts["/tmp"]]["emptyDir"] == {"sizeLimit": "10Gi"}
 
 
+@pytest.mark.parametrize("name", ["compose.yaml", "kuberay/base/redis.yaml", "Dockerfile"])
 def test_images_of_others_are_pinned_by_hash(name: str):
     images = re.findall(r"^ *(?:image: |ARG BASE=)(?!osd:)(.+)$", (DEPLOY / name).read_text(), re.MULTILINE)
     assert images
