@@ -37,6 +37,14 @@ def error_of(response, status):
     return error
 
 
+def refusal_of(response, param, reason):
+    """Check that a response is a 400 that names ``param`` and gives the reason; return its error."""
+    error = error_of(response, 400)
+    assert error["param"] == param
+    assert reason in error["message"]
+    return error
+
+
 def events_of(response):
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")

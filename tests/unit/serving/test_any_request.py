@@ -11,12 +11,22 @@ from tests.e2e.generated import HEADERS, PATHS, bodies
 from tests.unit.serving.answers import asking
 
 
+@pytest.fixture
+def serving():
+    return {}
+
+
+@pytest.fixture
+def client(make_service, serving):
+    """Client of one application for all examples."""
+    return asking(make_service(**serving))
+
+
 @pytest.mark.parametrize("serving", [{}, {"api_key": "right", "request_timeout_s": 60.0}])
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_body_gets_an_answer_or_an_openai_error(make_service, path, serving, data):
-    client = asking(make_service(**serving))
+def test_any_body_gets_an_answer_or_an_openai_error(client, path, data):
     body = data.draw(bodies(path))
     headers = {b"content-type": b"application/json", b"authorization": b"Bearer right", **data.draw(HEADERS)}
     check(client.request("POST", path, content=body, headers=list(headers.items())))
@@ -29,9 +39,9 @@ def test_any_body_gets_an_answer_or_an_openai_error(make_service, path, serving,
     headers=HEADERS,
     method=st.sampled_from(["GET", "HEAD", "OPTIONS", "DELETE", "POST"]),
 )
-def test_any_request_line_gets_an_answer_or_an_openai_error(service, path, query, headers, method):
+def test_any_request_line_gets_an_answer_or_an_openai_error(client, path, query, headers, method):
     url = httpx.URL(f"http://127.0.0.1{path}", params={"seconds": query})
-    check(asking(service).request(method, url, headers=list(headers.items()), follow_redirects=False))
+    check(client.request(method, url, headers=list(headers.items()), follow_redirects=False))
 
 
 def check(response):

@@ -8,7 +8,7 @@ from osd.config import EarlyExitSettings, MixedSettings
 from osd.engine.completion import ControllerOptions, JudgedTokens, SkippedLayers
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
-from tests.unit.serving.answers import CHAT, error_of
+from tests.unit.serving.answers import CHAT, refusal_of
 
 STOP = {"completion": {"stop": 0.9}}
 PROMPT = {"prompt": "hi", "osd": STOP}
@@ -82,9 +82,8 @@ def test_lossy_false_keeps_the_answer_lossless(client, controlled_service):
 
 
 def test_lossy_answer_is_400_unless_the_server_allows_it(client, controlled_service):
-    error = error_of(client.post("/v1/completions", json={"prompt": "hi", "osd": LOSSY}), 400)
-    assert error["param"] == "osd.completion.lossy"
-    assert "needs serving.allow_lossy, which is false here" in error["message"]
+    answer = client.post("/v1/completions", json={"prompt": "hi", "osd": LOSSY})
+    refusal_of(answer, "osd.completion.lossy", "needs serving.allow_lossy, which is false here")
     assert not controlled_service.submitted
 
 
@@ -101,9 +100,7 @@ def test_lossy_answer_is_400_unless_the_server_allows_it(client, controlled_serv
     ],
 )
 def test_fields_incompatible_with_lossy_are_400(client, lossy_service, more, param, reason):
-    error = error_of(client.post("/v1/completions", json={"prompt": "hi", "osd": LOSSY, **more}), 400)
-    assert error["param"] == param
-    assert reason in error["message"]
+    refusal_of(client.post("/v1/completions", json={"prompt": "hi", "osd": LOSSY, **more}), param, reason)
     assert not lossy_service.submitted
 
 
@@ -131,15 +128,12 @@ def test_only_text_completion_prompts_are_completed_text(client, service):
     ],
 )
 def test_invalid_stop_threshold_is_400(client, controlled_service, body, reason):
-    error = error_of(client.post("/v1/completions", json=body), 400)
-    assert error["param"] == "osd.completion.stop"
-    assert reason in error["message"]
+    refusal_of(client.post("/v1/completions", json=body), "osd.completion.stop", reason)
     assert not controlled_service.submitted
 
 
 @pytest.mark.parametrize(("name", "more"), [("stop", {}), ("exit", {}), ("exit", {"lossy": True})])
 def test_completion_control_without_a_controller_is_400(client, service, name, more):
-    error = error_of(client.post("/v1/completions", json={**PROMPT, "osd": {"completion": {name: 0.5, **more}}}), 400)
-    assert error["param"] == f"osd.completion.{name}"
-    assert "early_exit" in error["message"]
+    answer = client.post("/v1/completions", json={**PROMPT, "osd": {"completion": {name: 0.5, **more}}})
+    refusal_of(answer, f"osd.completion.{name}", "early_exit")
     assert not service.submitted

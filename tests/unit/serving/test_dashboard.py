@@ -154,12 +154,10 @@ def test_speedup_sums_replicas_and_needs_twelve_trials():
     first |= {"speedup_variance": 0.25, "guarded_replicas": 0}
     metrics.push(Report("a", now, 1, True, {"busy_seconds": 150.0, "measuring_seconds": 0.5}, gauges=first))
     single = speedup(metrics.totals(now))
-    assert single is not None
     assert (single["estimate"], single["low"], single["high"]) == (pytest.approx(1.8), None, None)
     second = {**first, "speedup_drafted_seconds": 300.0, "speedup_plain_seconds": 420.0, "guarded_replicas": 1}
     metrics.push(Report("b", now, 1, True, {"busy_seconds": 350.0, "measuring_seconds": 1.5}, gauges=second))
     both = speedup(metrics.totals(now))
-    assert both is not None
     assert (both["estimate"], both["price"]) == (pytest.approx(1.5), pytest.approx(0.004))
     assert (both["trials"], both["guarded"]) == (12, 1)
     assert 1.49 < both["low"] < 1.5 < both["high"] < 1.51

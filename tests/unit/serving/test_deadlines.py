@@ -116,7 +116,7 @@ async def test_answer_within_the_time_limit_leaves_no_timer(service):
     done = await answered(create_app(service), "/v1/completions", {**PROMPT, "timeout": 3600})
     assert done.status == 200
     await asyncio.sleep(0.01)
-    scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+    scheduled = asyncio.get_running_loop()._scheduled
     assert all(timer.cancelled() for timer in scheduled)
     assert service.cancelled == []
 

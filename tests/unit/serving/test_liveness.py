@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from serving import front
 from serving.http import liveness
 from serving.http.liveness import SignsOfLife
+from tests.unit.serving.browser import Browser, answered, until
 from tests.waiting import HANG_SECONDS
 
 
@@ -21,24 +22,13 @@ def _short(monkeypatch):
     monkeypatch.setattr(liveness, "SILENCE_SECONDS", 1.0)
 
 
-async def ask(app, on_send=lambda message: asyncio.sleep(0)):
+async def ask(app):
     """Send a request to an application behind the middleware of the proxy; return the messages to the client."""
-    sent = []
-
-    async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message):
-        await on_send(message)
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": []}
-    await asyncio.wait_for(front.Front(app)(scope, receive, send), HANG_SECONDS)
-    return sent
+    return (await answered(front.Front(app), "/tokenize", {})).sent
 
 
 async def slow(scope, receive, send):
-    await asyncio.sleep(2.5)
+    await asyncio.sleep(1.6)  # longer than the limit
     await JSONResponse({"slow": True})(scope, receive, send)
 
 
@@ -93,11 +83,12 @@ async def test_signs_of_life_keep_a_slow_answer_and_stay_inside():
 
 
 async def test_slow_client_is_not_silence():
-    async def read_slowly(message):
-        await asyncio.sleep(1.5)
-
-    sent = await ask(JSONResponse({}), read_slowly)
-    assert sent[0]["status"] == 200
+    client = Browser(front.Front(JSONResponse({})), "/tokenize", {})
+    client.unblocked.clear()
+    await asyncio.sleep(1.2)
+    client.unblocked.set()
+    await until(client.task.done)
+    assert (client.status, client.answer) == (200, b"{}")
 
 
 async def test_signs_of_life_end_with_the_request():

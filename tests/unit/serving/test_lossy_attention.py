@@ -13,16 +13,11 @@ from osd.config import ConfigError, NoDrafterSettings, SelectedAttentionSettings
 from osd.engine.build import make_engine
 from osd.runtime.attention.selection import TokenSelection
 from serving.replica.replica import context_of
-from tests.tiny import make_tiny, tokenizer
+from tests.tiny import tokenizer
 from tests.unit.engine.harness import Client, Oracle, prompts, settings
 
 ALLOWED = ["target.attention.kind=token_select", "serving.allow_lossy=true", "drafter.kind=none"]
 FEW = SelectedAttentionSettings(initial=1, top=4, local=4)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("target"))
 
 
 INVALID = [
@@ -55,7 +50,7 @@ def answers(directory: Path, inputs: list[list[int]], attention: Any, **more: An
     configured: Settings = settings(directory, **more)
     target = configured.target.model_copy(update={"attention": attention})
     configured = configured.model_copy(update={"target": target, "drafter": NoDrafterSettings()})
-    engine = make_engine(configured, directory, tokenizer(), None, None)  # type: ignore[arg-type]
+    engine = make_engine(configured, directory, tokenizer(), None, None)
     engine.start()
     client = Client(engine)
     try:
@@ -67,14 +62,14 @@ def answers(directory: Path, inputs: list[list[int]], attention: Any, **more: An
         engine.stop()
 
 
-def test_token_selection_changes_long_texts_only(tiny: Path) -> None:
-    oracle, inputs = Oracle(tiny), prompts([4, 60], seed=3)
-    short, long = answers(tiny, inputs, FEW.model_copy(update={"top": 30}))
+def test_token_selection_changes_long_texts_only(tiny_target: Path) -> None:
+    oracle, inputs = Oracle(tiny_target), prompts([4, 60], seed=3)
+    short, long = answers(tiny_target, inputs, FEW.model_copy(update={"top": 30}))
     assert short == oracle.greedy(inputs[0], 12)
     assert long != oracle.greedy(inputs[1], 12)
 
 
-def test_token_selection_restarts_in_a_reused_slot(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_selection_restarts_in_a_reused_slot(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget, forgotten = TokenSelection.forget, []
 
     def record(self: TokenSelection, slot: int) -> None:
@@ -83,19 +78,19 @@ def test_token_selection_restarts_in_a_reused_slot(tiny: Path, monkeypatch: pyte
 
     monkeypatch.setattr(TokenSelection, "forget", record)
     first, second = prompts([60, 70], seed=3)
-    alone = answers(tiny, [first], FEW, slots=1, prefix_cache=False)
-    assert answers(tiny, [second, first], FEW, slots=1, prefix_cache=False)[1:] == alone
+    alone = answers(tiny_target, [first], FEW, slots=1, prefix_cache=False)
+    assert answers(tiny_target, [second, first], FEW, slots=1, prefix_cache=False)[1:] == alone
     assert forgotten == [0, 0, 0]
 
 
-def test_selected_attention_extends_the_context(tiny: Path) -> None:
+def test_selected_attention_extends_the_context(tiny_target: Path) -> None:
     """The tiny target has 1,024 positions."""
     longer = Settings().model_copy(update={"engine": Settings().engine.model_copy(update={"context": 4096})})
-    assert context_of(longer, tiny) == 1024
+    assert context_of(longer, tiny_target) == 1024
     target = longer.target.model_copy(update={"attention": FEW})
-    assert context_of(longer.model_copy(update={"target": target}), tiny) == 4096
+    assert context_of(longer.model_copy(update={"target": target}), tiny_target) == 4096
     (text,) = prompts([1200], seed=3)
-    (answer,) = answers(tiny, [text], FEW, context=1300, chunk=128)
+    (answer,) = answers(tiny_target, [text], FEW, context=1300, chunk=128)
     assert len(answer) == 12
 
 

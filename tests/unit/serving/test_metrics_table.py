@@ -1,4 +1,4 @@
-"""Table of metrics, and its use by the documentation, the dashboard and osd top."""
+"""Table of metrics, its use by the documentation, the dashboard and osd top, and the contract of published metrics."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from docs.reference import metrics
 from osd.cli import top
 from serving.dashboard.charts import PAGES, display
 from serving.metrics.report import is_versioned
 from serving.metrics.table import REMEMBERED, REPLICA, TABLE
+from tests.unit.serving.exposition import everything
 
 ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/metrics.md").read_text()
+CONTRACT = Path(__file__).with_name("published_metrics.txt").read_text().splitlines()
+"""Types, names without the suffix of counters, and labels except bounds of buckets, which dashboards of users read."""
+ROW = re.compile(r"^\| `([\w:]+?)(?:_total)?` \| (counter|gauge|histogram) \| (.*?) \|", re.MULTILINE)
+LABEL = re.compile(r"\w+")
 
 
 def test_metric_names_are_unique_and_have_a_sentence():
@@ -38,7 +45,7 @@ def test_counters_by_version_have_a_key_for_merging():
 
 
 def test_documentation_has_the_table():
-    assert (ROOT / "docs/metrics.md").read_text().endswith("\n\n" + metrics())
+    assert PAGE.endswith("\n\n" + metrics())
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,3 +80,14 @@ def test_osd_top_reads_only_published_metrics():
     read = set(re.findall(r"['\"]((?:vllm:|osd_)\w+)['\"]", Path(top.__file__).read_text()))
     assert len(read) > 15
     assert read <= published
+
+
+def test_published_metrics_match_the_contract_and_the_page():
+    page = {f"{kind} {name} {','.join(sorted(LABEL.findall(labels)))}" for name, kind, labels in ROW.findall(PAGE)}
+    published = set()
+    for family in text_string_to_metric_families(everything()):
+        labels = {label for sample in family.samples for label in sample.labels if label != "le"}
+        assert all(labels == sample.labels.keys() - {"le"} for sample in family.samples), family.name
+        published.add(f"{family.type} {family.name} {','.join(sorted(labels))}")
+    assert published == page
+    assert published >= set(CONTRACT)

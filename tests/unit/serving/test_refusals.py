@@ -8,13 +8,12 @@ import pytest
 
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
-from tests.unit.serving.answers import CHAT, asking, error_of, events_of
+from tests.unit.serving.answers import CHAT, asking, error_of, events_of, refusal_of
 
 
 def test_logit_bias_of_an_unknown_token_is_400(client, service):
-    error = error_of(client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"592": 1}}), 400)
-    assert (error["param"], error["code"]) == ("logit_bias", "invalid_value")
-    assert "592" in error["message"]
+    answer = client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"592": 1}})
+    assert refusal_of(answer, "logit_bias", "592")["code"] == "invalid_value"
     assert client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"591": 1}}).status_code == 200
     assert len(service.submitted) == 1
 
@@ -148,9 +147,8 @@ def test_default_max_tokens_is_cut_to_the_context(client, service):
 
 def test_max_tokens_over_the_server_limit_is_400(make_service):
     client = asking(make_service(max_completion_tokens=5))
-    error = error_of(client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 6}), 400)
-    assert error["param"] == "max_completion_tokens"
-    assert "5" in error["message"]
+    answer = client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 6})
+    refusal_of(answer, "max_completion_tokens", "5")
 
 
 def test_unknown_token_ids_and_empty_prompts_are_400(client, service):

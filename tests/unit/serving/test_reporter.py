@@ -47,7 +47,7 @@ class Scene:
         self.reported, self.work, self.switched, self.read, self.failing = [], [], [], True, False
         self.effects = []
         switches = SimpleNamespace(get=lambda: Switches(speculation=False))
-        self.reports = LoadReports("r1", self.engine, self.uptake, self, switches, self.switched.append)  # type: ignore[arg-type]
+        self.reports = LoadReports("r1", self.engine, self.uptake, self, switches, self.switched.append)
 
     def report(self, name, load, work=None):
         if self.failing:
@@ -139,7 +139,7 @@ def test_work_report_has_the_uptake_of_a_version(scene):
 
 def reporter_of(engine, push=lambda report: 60.0):
     loads = SimpleNamespace(report=lambda *arguments: True)
-    return Reporter("r1", engine, None, [], Uptake(), loads, SimpleNamespace(get=Switches), push)  # type: ignore[arg-type]
+    return Reporter("r1", engine, None, [], Uptake(), loads, SimpleNamespace(get=Switches), push)
 
 
 def test_counters_are_pushed_after_the_returned_pause():
@@ -196,7 +196,7 @@ def test_table_sizes_are_counted_every_15_seconds():
 
     tables = {"general": [Table()], "acme.general": [Table(), Table()]}
     pool = SimpleNamespace(all_memories=lambda: {name: SimpleNamespace(tables=each) for name, each in tables.items()})
-    sizes = TableSizes(SimpleNamespace(pool=pool))  # type: ignore[arg-type]
+    sizes = TableSizes(SimpleNamespace(pool=pool))
     for now in (0.0, 14.9):
         assert sizes.read(now) == {"general": (31, 6400), "acme.general": (62, 12800)}
     assert sizes.read(15.0)["general"] == (32, 6400)

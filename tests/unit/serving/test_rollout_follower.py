@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import shutil
 import threading
 import time
 
@@ -54,16 +55,21 @@ def settings(tmp_path):
     return Settings(home=tmp_path, drafter={"kind": "language_model"})
 
 
-@pytest.fixture
-def registry(settings, initial):
-    """Versions 1 to 3; version 2 is damaged."""
-    registry = Registry(settings.registry_dir)
+@pytest.fixture(scope="module")
+def versions(initial, tmp_path_factory):
+    """Folder of versions 1 to 3; version 2 is damaged."""
+    registry = Registry(tmp_path_factory.mktemp("versions"))
     for _ in range(3):
-        registry.publish(settings.domain, initial.weights(), initial.config(), {})
-    weights = settings.registry_dir / settings.domain / "2" / "model.safetensors"
+        registry.publish("general", initial.weights(), initial.config(), {})
+    weights = registry.root / "general" / "2" / "model.safetensors"
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:-1])
-    return registry
+    return registry.root
+
+
+@pytest.fixture
+def registry(settings, versions):
+    return Registry(shutil.copytree(versions, settings.registry_dir))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_uptake_adds_cpu_time_and_stalled_cores():
 def test_uptake_counts_only_loaded_versions(settings, registry):
     uptake = Uptake()
     context = FollowerContext(settings, registry, ScriptedPointer(), RecordingEvents(), SingleDrafterCache(), uptake)
-    follower = DomainFollower(settings.domain, context, ScriptedEngine(), threading.Event())  # type: ignore[arg-type]
+    follower = DomainFollower(settings.domain, context, ScriptedEngine(), threading.Event())
     assert not follower.use(99, lambda version: None)
     assert uptake.per_version(0, 0.0) == 0.0
 

@@ -149,6 +149,7 @@ def test_spans_contain_no_user_text_and_no_key(service, collector):
 def test_hanging_collector_delays_neither_requests_nor_close(service, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # longer than a test may take
+    monkeypatch.setattr("serving.telemetry.tracing._CLOSE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         tracing = Tracing(f"http://127.0.0.1:{port}", "tiny", "replica a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from osd.vllm.middleware import PRIVATE
 from serving.vllm import clients
 from serving.vllm.application import create_app
 from tests.unit.serving.answers import error_of
+from tests.unit.serving.browser import Browser, answered, until
 from tests.unit.serving.scripted import ScriptedService
 
 KEYS = [
@@ -32,7 +32,7 @@ KEYS = [
 class Service(ScriptedService):
     """Service around vLLM."""
 
-    async def check_health(self) -> None:  # type: ignore[override]
+    async def check_health(self) -> None:
         super().check_health()
 
     async def metrics(self) -> dict[str, str]:
@@ -66,7 +66,7 @@ class World:
         self.has_started = False
         vllm.router.on_startup.append(lambda: setattr(self, "has_started", True))
         clients.attach(self.engine, self.service.access.budgets)
-        self.app = create_app(self.service, vllm)  # type: ignore[arg-type]
+        self.app = create_app(self.service, vllm)
         self.client = TestClient(self.app, base_url="http://127.0.0.1", raise_server_exceptions=False)
 
     async def complete(self, request: Request) -> dict[str, Any]:
@@ -174,29 +174,11 @@ def test_large_and_slow_bodies_are_refused(make_world):
 
 async def test_requests_above_the_queue_get_429(make_world):
     world = make_world(max_queue=2)
-    messages: list[Any] = []
-    ends = asyncio.Event()
-    scope = {
-        **{"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": ""},
-        "headers": [(b"host", b"127.0.0.1")],
-    }
-
-    async def receive() -> dict[str, Any]:
-        await ends.wait()
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
-    async def send(message: Any) -> None:
-        messages.append(message)
-
-    running = [asyncio.ensure_future(world.app({**scope}, receive, send)) for _ in range(2)]
-    await asyncio.sleep(0)
-    while not all(task.done() for task in running):
-        if not messages:
-            await asyncio.sleep(0.05)
-            await world.app({**scope}, receive, send)
-            assert messages[0]["status"] == 429
-            ends.set()
-        await asyncio.sleep(0.01)
-    assert sorted(message["status"] for message in messages if "status" in message) == [200, 200, 429]
-    await world.app({**scope}, receive, send)
-    assert [message["status"] for message in messages if "status" in message][-1] == 200
+    running = [Browser(world.app, "/v1/completions", {}, whole=False) for _ in range(2)]
+    await until(lambda: all(browser.incoming.empty() for browser in running))
+    assert (await answered(world.app, "/v1/completions", {})).status == 429
+    for browser in running:
+        browser.incoming.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        await until(browser.task.done)
+    assert [browser.status for browser in running] == [200, 200]
+    assert (await answered(world.app, "/v1/completions", {})).status == 200

@@ -18,29 +18,25 @@ from serving.vllm.variables import inherited, variables
 from tests.standin import standin_python
 
 START = """
-import asyncio, sys
+import asyncio, json, sys
 from pathlib import Path
 from osd.config import load_settings
 from serving.vllm.engine import start
-home, exports, overrides = sys.argv[1], sys.argv[2].split(","), sys.argv[3:]
-settings = load_settings(None, [f"home={home}", "drafter.kind=eagle", *overrides], {})
-running = asyncio.run(start(settings, "name", Path("target"), [Path(export) for export in exports if export]))
-print(running.app.state.args.speculative_config, running.context, running.app.state.args.served_model_name)
-running.engine.shutdown()
+for exports, *overrides in json.loads(sys.argv[1]):
+    settings = load_settings(None, ["drafter.kind=eagle", "engine.kind=vllm", *overrides], {})
+    try:
+        running = asyncio.run(start(settings, "name", Path("target"), [Path(export) for export in exports]))
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        print(running.app.state.args.speculative_config)
+        running.engine.shutdown()
 """
 
 
 def settings_of(home: Path, **values: Any) -> Settings:
     engine = {"kind": "vllm", "vllm": {"python": "/an env/bin/python", "args": "--max-model-len 64"}}
     return Settings.model_validate({"home": home, "drafter": {"kind": "eagle"}, "engine": engine, **values})
-
-
-def start(folder: Path, exports: list[Path], args: str = "") -> subprocess.CompletedProcess[str]:
-    """Start the stand-in with the first fitting export."""
-    python = standin_python(folder)
-    overrides = ["engine.kind=vllm", f"engine.vllm.python={python}", f"engine.vllm.args={args}"]
-    command = [str(python), "-c", START, str(folder), ",".join(map(str, exports)), *overrides]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def export(folder: Path, version: int, broken: bool = False) -> Path:
@@ -69,25 +65,43 @@ def test_gpus_of_a_replica_are_the_processes_of_its_vllm(tmp_path: Path) -> None
     assert options[options.index("--distributed-executor-backend") + 1] == "mp"
 
 
-def test_first_export_that_starts_is_used(tmp_path: Path) -> None:
-    done = start(tmp_path, [export(tmp_path, 2, broken=True), export(tmp_path, 1)])
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The drafter or the error of several starts of the stand-in, each in one line, and the log of their process."""
+    folder = tmp_path_factory.mktemp("starts")
+    python = standin_python(folder)
+    broken, good, worse = export(folder, 2, broken=True), export(folder, 1), export(folder / "worse", 1, broken=True)
+    cases = {
+        "nothing": ([], ""),
+        "only broken": ([broken, worse], ""),
+        "unknown option": ([good], "--no-such 1"),
+        "bad value": ([good], "--max-model-len 0"),
+        "second": ([broken, good], ""),
+    }
+    given = [
+        (list(map(str, exports)), f"home={folder}", f"engine.vllm.python={python}", f"engine.vllm.args={args}")
+        for exports, args in cases.values()
+    ]
+    done = subprocess.run([str(python), "-c", START, json.dumps(given)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert '/general/1"' in done.stdout
-    assert "vLLM does not start with the drafter" in done.stderr
+    return {**dict(zip(cases, done.stdout.splitlines(), strict=True)), "log": done.stderr}
 
 
-def test_start_without_any_good_export_fails_with_the_first_error(tmp_path: Path) -> None:
-    done = start(tmp_path, [export(tmp_path, 2, broken=True), export(tmp_path, 1, broken=True)])
-    assert done.stderr.splitlines()[-1] == f"OSError: {tmp_path}/vllm/general/2 is broken"
-    assert "there is no exported drafter version" in start(tmp_path / "empty", []).stderr.splitlines()[-1]
+def test_first_export_that_starts_is_used(starts: dict[str, str]) -> None:
+    assert '/general/1"' in starts["second"]
+    assert "vLLM does not start with the drafter" in starts["log"]
 
 
-def test_refused_argument_is_named_in_one_line(tmp_path: Path) -> None:
-    done = start(tmp_path, [export(tmp_path, 1)], "--no-such 1")
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("serving.vllm.engine.VllmError: vLLM refuses engine.vllm.args: unrecognized arguments")
-    done = start(tmp_path / "again", [tmp_path / "vllm" / "general" / "1"], "--max-model-len 0")
-    assert done.stderr.splitlines()[-1].endswith("vLLM refuses engine.vllm.args: max_model_len must be positive")
+def test_start_without_any_good_export_fails_with_the_first_error(starts: dict[str, str]) -> None:
+    assert starts["only broken"].startswith("OSError ")
+    assert starts["only broken"].endswith("/vllm/general/2 is broken")
+    assert "there is no exported drafter version" in starts["nothing"]
+
+
+def test_refused_argument_is_named_in_one_line(starts: dict[str, str]) -> None:
+    refusal = "VllmError vLLM refuses engine.vllm.args: "
+    assert starts["unknown option"].startswith(f"{refusal}unrecognized arguments")
+    assert starts["bad value"] == f"{refusal}max_model_len must be positive"
 
 
 def test_exports_are_tried_from_the_stable_version_on(tmp_path: Path) -> None:
