@@ -113,5 +113,4 @@ def check(record: StepRecord, expected: dict[str, Any]) -> None:
     if expected["states"] is None:
         assert record.states is None
     else:
-        assert record.states is not None
         assert (record.states.numpy() == expected["states"].view(torch.uint16).numpy()).all()

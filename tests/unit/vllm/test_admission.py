@@ -20,7 +20,6 @@ def test_admission_has_the_fields_of_the_request():
     made = admissions()
     extra = {"osd_store": True, "osd_id": "chatcmpl-x-1", "osd_domain": "sql", "osd_place": 0, "osd_choices": 1}
     admission = made.admit(request("chatcmpl-x-1-0a1b2c3d", prompt=5, computed=2, extra_args=extra))
-    assert admission is not None
     assert (admission.request_id, admission.key) == ("chatcmpl-x-1-0", "chatcmpl-x-1-0a1b2c3d")
     assert admission.prompt_ids.numpy().tolist() == [0, 1, 2, 3, 4]
     assert (admission.computed, admission.max_tokens, admission.stop_ids) == (2, 16, [2, 7])
@@ -32,7 +31,6 @@ def test_admission_has_the_fields_of_the_request():
 
 def test_end_token_does_not_end_an_answer_with_ignore_eos():
     admission = admissions().admit(request("a", eos_token_id=None))
-    assert admission is not None
     assert admission.stop_ids == [7]
 
 
@@ -47,7 +45,6 @@ def test_end_token_does_not_end_an_answer_with_ignore_eos():
 )
 def test_request_id_is_a_choice_of_the_response(key, extra, expected):
     admission = admissions().admit(request(key, extra_args=ALLOWED | extra))
-    assert admission is not None
     assert admission.request_id == expected
     assert admission.completes == expected.startswith(("cmpl", "0_odd"))
 

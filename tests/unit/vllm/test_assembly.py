@@ -172,8 +172,7 @@ def undated(traces):
     return [msgspec.structs.replace(trace, created=0.0) for trace in traces]
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("seed", "int8"), [*((seed, False) for seed in range(20)), *((n, True) for n in range(5))])
 def test_traces_equal_those_of_the_engine(seed, int8):
     chance = np.random.default_rng(seed)
     waiting = [Answer(chance, f"key-{n}", states_weight=float(n % 3)) for n in range(12)]

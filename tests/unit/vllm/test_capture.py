@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from osd.vllm.draft_weights import DraftWeights
 from osd.vllm.recorder import MAX_ERRORS
 from osd.vllm.steps import StepRecord
 from osd.vllm.worker import Osd
+from tests.tiny import VOCABULARY
 from tests.unit.vllm.steps import request, scheduled
 
 
@@ -47,7 +50,7 @@ class GPUModelRunner:
     def __init__(self, *, tapped: bool = True, asynchronous: bool = False, **fields: Any) -> None:
         self.use_aux_hidden_state_outputs, self.use_async_scheduling = tapped, asynchronous
         self.model = torch.nn.Module()
-        self.model.compute_logits = lambda hidden: hidden  # type: ignore[assignment]
+        self.model.compute_logits = lambda hidden: hidden
         vars(self).update(fields)
 
     def execute_model(self, scheduler_output: Any) -> None: ...
@@ -69,13 +72,13 @@ class Worker(Osd):
         )
 
 
+@dataclass
 class World:
     """Export of a drafter, and the target in ``model``."""
 
-    def __init__(self, home: Path, model: Path) -> None:
-        target = load_model(model, "float32", "cpu")
-        self.export, self.model, self.vocabulary = home / "export", model, target.vocab_size
-        write(Eagle.from_target(target, 100), "speculators", ExportOrigin("sql", 4, "hub/t", model, 3), self.export)
+    export: Path
+    model: Path
+    vocabulary: int = VOCABULARY
 
     def worker(self, runner: Any = None, **fields: Any) -> Worker:
         arguments = {"export": self.export, "model": self.model, "vocabulary": self.vocabulary}
@@ -86,21 +89,29 @@ class World:
         file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
+@pytest.fixture(scope="module")
+def exported(tiny_target, tmp_path_factory) -> Path:
+    drafter = Eagle.from_target(load_model(tiny_target, "float32", "cpu"), 100)
+    folder = tmp_path_factory.mktemp("exported") / "export"
+    write(drafter, "speculators", ExportOrigin("sql", 4, "hub/t", tiny_target, 3), folder)
+    return folder
+
+
 @pytest.fixture
-def world(tmp_path, tiny_target, monkeypatch) -> World:
+def world(exported, tmp_path, tiny_target, monkeypatch) -> World:
     monkeypatch.setenv("OSD_REDIS_URL", "redis://127.0.0.1:1/0")
     monkeypatch.setattr(capture_session, "AssemblerProcess", Assembler)
     monkeypatch.setattr(signatures, "missing", lambda expected: None)
     monkeypatch.setattr(GPUModelRunner, "__module__", signatures.FIRST_RUNNER)
     ranks(monkeypatch, first=True, last=True)
-    return World(tmp_path, tiny_target)
+    return World(shutil.copytree(exported, tmp_path / "export"), tiny_target)
 
 
 def ranks(monkeypatch, *, first: bool, last: bool) -> None:
     """Fake vLLM's groups of processes."""
     for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["vllm.distributed"].parallel_state = SimpleNamespace(  # type: ignore[attr-defined]
+    sys.modules["vllm.distributed"].parallel_state = SimpleNamespace(
         get_tp_group=lambda: SimpleNamespace(is_first_rank=first),
         get_pp_group=lambda: SimpleNamespace(is_last_rank=last),
     )
@@ -150,7 +161,6 @@ def test_unsupported_runner_is_refused_in_one_sentence(world, monkeypatch, secon
     monkeypatch.setattr(GPUModelRunner, "__module__", signatures.SECOND_RUNNER if second else signatures.FIRST_RUNNER)
     worker = world.worker(GPUModelRunner(**fields))
     answer = worker.osd_capture_start()
-    assert answer is not None
     assert answer.startswith(reason)
     assert "execute_model" not in vars(worker.model_runner)
 
@@ -197,7 +207,6 @@ def test_counts_are_those_since_the_last_call(world):
     worker = world.worker()
     worker.osd_capture_start()
     session = worker._osd_session
-    assert session is not None
     session.recorder.schedule(scheduled([request("a"), request("b", extra_args={})]))
     with session.recorder.guard:
         raise OSError("once")
@@ -212,7 +221,6 @@ def test_guard_and_assembler_end_together(world, monkeypatch, first):
     worker = world.worker()
     worker.osd_capture_start()
     session, runner = worker._osd_session, worker.model_runner
-    assert session is not None
     if first == "guard":
         for _ in range(MAX_ERRORS):
             with session.recorder.guard:
@@ -233,10 +241,10 @@ def test_swap_sets_the_version_of_later_steps(world, monkeypatch):
     worker.osd_capture_start()
     assert worker.osd_load_draft(6) == "hash"
     session = worker._osd_session
-    assert session is not None
     assert session.recorder.version == 6
 
 
 def test_extension_names_have_a_prefix():
     ours = [name for kind in Osd.__mro__[:-1] for name in vars(kind) if not name.startswith("__")]
+    assert ours
     assert all(name.startswith(("osd_", "_osd_")) for name in ours), "vLLM refuses an extension that hides its methods"
