@@ -33,7 +33,6 @@ class Servers:
         if threading.current_thread() is threading.main_thread():  # as Ray does
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sleep = shutil.which("sleep")
-        assert sleep is not None
         for name in ("gcs_server", "raylet"):
             shutil.copy(sleep, self.folder / name)
             self.started.append(subprocess.Popen([self.folder / name, "60"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,17 +21,14 @@ from tests.tiny import make_tiny
 
 
 class World:
-    """Home with five versions."""
+    """Home and its registry."""
 
-    def __init__(self, folder: Path) -> None:
-        target = make_tiny(folder / "tiny", layers=6)
+    def __init__(self, home: Path, target: Path) -> None:
         self.settings = Settings.model_validate(
-            {"home": folder, "target": {"source": str(target), "dtype": "float32"}, "drafter": {"kind": "eagle"}}
+            {"home": home, "target": {"source": str(target), "dtype": "float32"}, "drafter": {"kind": "eagle"}}
         )
         self.registry = Registry(self.settings.registry_dir)
         self.model = load_model(target, "float32", "cpu")
-        for _ in range(5):
-            self.publish(64)
 
     def publish(self, vocabulary: int) -> None:
         drafter = Eagle.from_target(self.model, vocabulary)
@@ -65,9 +63,23 @@ class Restarts:
         running.set_result(None)
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("target"), layers=6)
+
+
+@pytest.fixture(scope="module")
+def home(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Home with five versions."""
+    world = World(tmp_path_factory.mktemp("home"), target)
+    for _ in range(5):
+        world.publish(64)
+    return world.settings.home_dir
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(home: Path, target: Path, tmp_path: Path) -> World:
+    return World(shutil.copytree(home, tmp_path / "home"), target)
 
 
 def test_stable_version_is_exported_once_and_three_stay(world: World) -> None:

@@ -19,7 +19,6 @@ from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.versions import Registry
 from osd.traffic.prompt import Prompt
 from tests.http_servers import answering
-from tests.tiny import make_tiny
 from tests.unit.traffic.test_prompts import USAGE, chunk, stream
 
 CONFIG = {"kind": "toy"}
@@ -29,13 +28,13 @@ class Answering(BaseHTTPRequestHandler):
     """Handler that answers like a service and counts like its engine."""
 
     def do_GET(self) -> None:
-        self._send(f'osd_requests_total{{domain="general"}} {float(self.server.received)}\n')  # type: ignore[attr-defined]
+        self._send(f'osd_requests_total{{domain="general"}} {float(self.server.received)}\n')
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.headers["Authorization"] == "Bearer key"
-        self.server.received += body.get("n", 1)  # type: ignore[attr-defined]
-        self.server.bodies.append(body)  # type: ignore[attr-defined]
+        self.server.received += body.get("n", 1)
+        self.server.bodies.append(body)
         if "messages" not in body:
             self._send(json.dumps({"choices": [{"text": f"own {number}"} for number in range(body["n"])]}))
         else:
@@ -51,9 +50,9 @@ class Service:
 
     def __init__(self, server: ThreadingHTTPServer, home: Path, target: Path) -> None:
         self.server = server
-        self.server.received, self.server.bodies = 0, []  # type: ignore[attr-defined]
+        self.server.received, self.server.bodies = 0, []
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self.settings = Settings(home=home, serving={"api_key": "key"})  # type: ignore[arg-type]
+        self.settings = Settings(home=home, serving={"api_key": "key"})
         self.directory = target
         self.registry = Registry(self.settings.registry_dir)
 
@@ -68,12 +67,12 @@ class Service:
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
+def service(tmp_path, tiny_target, monkeypatch):
     monkeypatch.setattr(warm_start, "_REPORT_SECONDS", 0.1)
     prompts = [Prompt(str(number), "test", (f"question {number}",)) for number in range(3)]
     monkeypatch.setattr(warm_start, "load_prompts", lambda file: prompts)
     with answering(Answering) as server:
-        yield Service(server, tmp_path / "home", make_tiny(tmp_path / "tiny"))
+        yield Service(server, tmp_path / "home", tiny_target)
 
 
 def store(service):
@@ -146,4 +145,4 @@ def test_warm_start_with_unsuitable_settings_is_refused(more, sentence, tmp_path
     (tmp_path / "keys.yaml").write_text("- name: a\n  key: 0123456789abcdef\n")
     (tmp_path / "keys.yaml").chmod(0o600)
     with pytest.raises(ConfigError, match=sentence):
-        check_settings(Settings(trainer={"warm_start": True}, **more))  # type: ignore[arg-type]
+        check_settings(Settings(trainer={"warm_start": True}, **more))

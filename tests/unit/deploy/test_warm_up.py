@@ -21,7 +21,7 @@ from osd.traffic import SOURCES
 from osd.traffic.open_loop import client_of
 from osd.traffic.prompt import HELD_OUT, Prompt, split
 from tests.command import run_cli
-from tests.tiny import make_tiny, tokenizer
+from tests.tiny import tokenizer
 from tests.unit.traffic.test_prompts import USAGE, chunk, service, stream
 from tests.waiting import HANG_SECONDS
 
@@ -174,9 +174,8 @@ class Service:
 
 
 @pytest.fixture
-def scene(monkeypatch, tmp_path):
+def scene(monkeypatch, tmp_path, tiny_target):
     """Return a function that runs a warm-up on a replacement service with the given results."""
-    target = make_tiny(tmp_path / "tiny")
     home, seen = tmp_path / "home", SimpleNamespace(service=None)
     monkeypatch.setattr(warming.time, "sleep", lambda seconds: None)
 
@@ -192,8 +191,8 @@ def scene(monkeypatch, tmp_path):
 
         monkeypatch.setattr(warming, "Embedded", embedded)
         monkeypatch.setattr(warming, "_send", send)
-        changed = Settings(home=home, target={"source": str(target)}, **settings)
-        return warm_up(changed, PROMPTS, 2.0), WarmStore(home, target), seen
+        changed = Settings(home=home, target={"source": str(tiny_target)}, **settings)
+        return warm_up(changed, PROMPTS, 2.0), WarmStore(home, tiny_target), seen
 
     return run
 
