@@ -22,10 +22,11 @@ class ObjectStore:
         self._server.start()
         host, port = self._server.get_host_and_port()
         self.url = f"http://{host}:{port}"
+        self._client = boto3.client("s3", endpoint_url=self.url, region_name="us-east-1")
 
     def bucket(self) -> str:
         name = f"bucket-{next(_NUMBERS)}"
-        boto3.client("s3", endpoint_url=self.url, region_name="us-east-1").create_bucket(Bucket=name)
+        self._client.create_bucket(Bucket=name)
         return name
 
     def stop(self) -> None:

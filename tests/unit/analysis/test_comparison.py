@@ -62,7 +62,6 @@ def test_equal_answers_have_no_findings_and_are_judged_once():
 def test_more_lost_than_gained_refusals_are_reported():
     plain = answers_with(sequence(100, 100))
     way = compare_with_plain(answers_with(sequence(85, 115)), plain, plain)
-    assert way.pairs is not None
     assert (way.pairs.lost, way.pairs.gained, way.pairs.flips, way.pairs.kinds) == (15, 0, 15, {"GOOD to BAD": 15})
     assert way.pairs.p_refusals == pytest.approx(2 * 2**-15)
     (refusals, flips) = way.broken
@@ -74,7 +73,6 @@ def test_more_flips_than_by_chance_are_reported():
     plain, again = sequence(100, 100), ["BAD"] * 10 + ["GOOD"] * 90 + ["GOOD"] * 10 + ["BAD"] * 90
     answers = ["GOOD"] * 60 + ["BAD"] * 40 + ["BAD"] * 60 + ["GOOD"] * 40
     way = compare_with_plain(answers_with(answers), answers_with(plain), answers_with(again))
-    assert way.pairs is not None
     assert (way.pairs.lost, way.pairs.gained, way.pairs.p_refusals) == (40, 40, 1.0)
     assert (way.pairs.flips, way.pairs.by_chance) == (80, 20)
     assert way.pairs.p_flips < 1e-8
@@ -90,26 +88,24 @@ def test_as_many_flips_as_by_chance_are_not_reported():
 def test_p_values_are_adjusted_for_all_ways():
     plain, worse = answers_with(sequence(100, 100)), answers_with(sequence(91, 109))
     alone = compare_with_plain(worse, plain, plain)
-    assert alone.pairs is not None
     assert alone.pairs.p_refusals < ALPHA
     equal_ways = {f"way {number}": plain for number in range(4)}
     ways = compare(PROMPTS, {PLAIN: plain, AGAIN: plain, "eagle": worse, **equal_ways}, LabelJudge(), 1e-4)
-    assert ways[2].pairs is not None
     assert ways[2].pairs.p_refusals == pytest.approx(9 * 2 * 2**-9)
     assert not any("refusal" in sentence for sentence in ways[2].broken)
 
 
 def test_greedy_differences_are_reported_except_near_ties():
     plain = answers_with()
-    plain.greedy[3:5] = [ModelAnswer([1, 2], "BAD", [0.5, 1e-5])] * 2  # type: ignore[index]
+    plain.greedy[3:5] = [ModelAnswer([1, 2], "BAD", [0.5, 1e-5])] * 2
     answers = answers_with()
-    answers.greedy[3] = ModelAnswer([1, 7], "GOOD", (), 2, 1)  # type: ignore[index]
+    answers.greedy[3] = ModelAnswer([1, 7], "GOOD", (), 2, 1)
     way = compare_with_plain(answers, plain, plain)
     assert way.differences == [Difference(3, 1, 1e-5)]
     assert [(flip.pid, flip.plain, flip.other) for flip in way.greedy_flips] == [(4, "BAD", "GOOD")]
     assert (way.ties, way.pairs, list(way.broken)) == (1, None, [])
-    answers.greedy[4] = ModelAnswer([7, 2], "BAD", (), 2, 1)  # type: ignore[index]
-    answers.greedy[9] = ModelAnswer([1, 2, 3], "BAD", (), 2, 1)  # type: ignore[index]
+    answers.greedy[4] = ModelAnswer([7, 2], "BAD", (), 2, 1)
+    answers.greedy[9] = ModelAnswer([1, 2, 3], "BAD", (), 2, 1)
     way = compare_with_plain(answers, plain, plain)
     assert way.differences[1:] == [Difference(4, 0, 0.5), Difference(9, 2, None)]
     assert list(way.broken) == ["eagle: 2 of 200 greedy answers differ from plain decoding"]

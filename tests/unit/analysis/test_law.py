@@ -5,10 +5,11 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from osd.analysis.scaling.law import Law, fit
+from osd.analysis.scaling.law import AcceptanceMap, Law, fit, fit_acceptance
 
 LAW = Law(0.4, 300.0, 0.45, 80.0, 0.5)
 N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e6, 1e8, 6), np.geomspace(1e3, 1e6, 6)))
+KL = np.geomspace(0.05, 6, 16)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -53,3 +54,25 @@ def test_floor_is_never_negative():
 def test_criterion_prefers_the_true_form(exponent, tied):
     losses = Law(0.4, 300.0, 0.45, 80.0, exponent).loss(N, D) + np.random.default_rng(0).normal(0, 0.01, len(N))
     assert (fit(N, D, losses, tied=True).criterion < fit(N, D, losses, tied=False).criterion) is tied
+
+
+@pytest.mark.parametrize("pinsker", [False, True])
+def test_fit_recovers_the_acceptance_map(pinsker):
+    true = AcceptanceMap(0.8, 0.6, pinsker)
+    noise = np.random.default_rng(0).normal(0, 1e-3, len(KL))
+    fitted = fit_acceptance(KL, true.acceptance(KL) + noise, pinsker=pinsker)
+    assert (fitted.limit, fitted.rate) == pytest.approx((true.limit, true.rate), rel=0.02)
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("rate", [0.1, 1.0, 30.0])
+def test_sampled_acceptance_respects_pinskers_bound(limit, rate):
+    kl = np.geomspace(1e-6, 100, 200)
+    acceptance = AcceptanceMap(limit, rate, pinsker=True).acceptance(kl)
+    assert (acceptance >= 1 - np.sqrt(kl / 2) - 1e-12).all()
+    assert ((acceptance >= 1 - limit - 1e-12) & (acceptance <= 1)).all()
+    assert (np.diff(acceptance) <= 1e-12).all()
+
+
+def test_zero_divergence_gives_full_acceptance():
+    assert AcceptanceMap(0.9, 2.0, pinsker=True).acceptance([0.0, -0.1]).tolist() == [1.0, 1.0]

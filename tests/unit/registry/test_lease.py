@@ -40,11 +40,6 @@ def make(files: PointerFiles, ends: ExitStack):
     return make_lease
 
 
-def fence_of(files: PointerFiles) -> int:
-    rollout = files.read("general")
-    return rollout.fence
-
-
 def test_second_lease_waits_until_the_first_is_released(make, files):
     first, second = make(), make()
     assert first.take(ROLLOUT)
@@ -52,7 +47,7 @@ def test_second_lease_waits_until_the_first_is_released(make, files):
     assert not second.take(ROLLOUT)
     first.release()
     assert second.take(ROLLOUT)
-    assert (first.fence, second.fence, fence_of(files)) == (1, 2, 2)
+    assert (first.fence, second.fence, files.read("general").fence) == (1, 2, 2)
 
 
 def test_refused_lease_leaves_no_file_open(make):

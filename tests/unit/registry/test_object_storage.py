@@ -107,9 +107,7 @@ def test_concurrent_publishers_get_distinct_numbers(registry: Registry):
     assert all(value(registry, number) == weight for weight, number in published)
 
 
-def test_incomplete_publish_is_hidden_and_deleted_when_old(
-    registry: Registry, storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
-):
+def test_incomplete_publish_is_hidden_and_deleted_when_old(registry, storage, monkeypatch):
     publish(registry)
 
     def killed(**given: Any) -> Any:
@@ -288,9 +286,7 @@ def large(registry: Registry, value: float) -> int:
     return registry.publish("general", {"w": torch.arange(5000) * 0.01 + value}, {"kind": "eagle"}, {})
 
 
-def test_load_with_the_previous_version_reads_only_the_delta(
-    registry: Registry, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_load_with_the_previous_version_reads_only_the_delta(registry, url, tmp_path, monkeypatch):
     large(registry, 1.0)
     reads = Reads(monkeypatch)
     other = Registry(ObjectStorage(url, tmp_path / "other", 3))
@@ -317,14 +313,7 @@ def test_publish_stores_no_delta_that_saves_little(registry: Registry, storage: 
 
 
 @pytest.mark.parametrize("damage", [b"damaged", delta.encode(b"x" * 20136, b"y" * 20136)])
-def test_load_with_a_damaged_delta_reads_the_whole_weights(
-    damage: bytes,
-    registry: Registry,
-    storage: ObjectStorage,
-    url: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-):
+def test_load_with_a_damaged_delta_reads_the_whole_weights(damage, registry, storage, url, tmp_path, caplog):
     large(registry, 1.0)
     other = Registry(ObjectStorage(url, tmp_path / "other", 3))
     other.load("general", 1)
@@ -335,9 +324,7 @@ def test_load_with_a_damaged_delta_reads_the_whole_weights(
     assert "the delta of version 2 of general is damaged; reading the whole weights" in caplog.text
 
 
-def test_processes_of_a_machine_read_a_version_once(
-    registry: Registry, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_processes_of_a_machine_read_a_version_once(registry, url, tmp_path, monkeypatch):
     large(registry, 1.0)
     reads = Reads(monkeypatch)
     loaded: list[float] = []

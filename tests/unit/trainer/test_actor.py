@@ -15,7 +15,7 @@ from trainer.distributed import DistributedTrainer
 
 
 def test_unexpected_error_is_reported_and_retried(tmp_path):
-    settings = Settings(home=tmp_path, target={"source": str(tmp_path / "nowhere")})  # type: ignore[arg-type]
+    settings = Settings(home=tmp_path, target={"source": str(tmp_path / "nowhere")})
     trainer = Trainer(seal(settings, "redis://127.0.0.1:1"))
     wait_until(lambda: trainer.status()["failure"])
     assert "TargetError: target.source: there is no directory" in trainer.status()["failure"]

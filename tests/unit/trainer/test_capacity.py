@@ -22,9 +22,7 @@ class Scene:
         self.clock, self.waiting, self.running, self.latency = clock, waiting, running, latency
         self.is_down, self.reads, self.computed, self.states = False, 0, 0.0, []
         self.pauses = False
-        self.capacity = SpareCapacity(  # type: ignore[arg-type]
-            self, TrainerSettings(**changes), lambda: self.computed, lambda now: self.pauses
-        )
+        self.capacity = SpareCapacity(self, TrainerSettings(**changes), lambda: self.computed, lambda now: self.pauses)
 
     def read(self, glance=False):
         self.reads += 1
@@ -38,7 +36,7 @@ class Scene:
         began, pausing = self.clock.now, threading.Event()
         if paused:
             pausing.set()
-        may_train = self.capacity.wait(self.clock, pausing, self.states.append)  # type: ignore[arg-type]
+        may_train = self.capacity.wait(self.clock, pausing, self.states.append)
         return self.clock.now - began if may_train else None
 
     def give_way(self, must_end=lambda: False):

@@ -55,7 +55,7 @@ class NoReports:
 
 @pytest.fixture
 def settings(tmp_path):
-    return Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+    return Settings(home=tmp_path, target={"source": "toy"})
 
 
 def training(settings):
@@ -84,6 +84,22 @@ def test_resume_restores_the_learner_and_the_counts(settings):
     assert reporter.checkpoint_state(learner) == saved.checkpoint_state(before)
     assert checkpoints.resume(learner, Version(2, {}, {"kind": "toy", "width": 3}, {})) is False
     assert checkpoints.resume(learner, Version(2, {}, {"kind": "other"}, {})) is False
+
+
+@pytest.mark.parametrize("damage", ["cut", "other target", "nan"])
+def test_unusable_checkpoint_is_logged_and_not_resumed(settings, caplog, damage):
+    learner, _, checkpoints = training(settings)
+    assert checkpoints.save(learner)
+    path = settings.home_dir / "trainer" / "general.safetensors"
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        tensors, state = checkpoint.load(path)
+        tensors["drafter.read.bias"][0] = float("nan") if damage == "nan" else 0.0
+        checkpoint.save(path, tensors, state | ({"target": "other"} if damage == "other target" else {}))
+    learner, _, checkpoints = training(settings)
+    assert not checkpoints.resume(learner, Version(2, {}, {"kind": "toy"}, {}))
+    assert caplog.text.count("training starts from version 2 instead of the checkpoint") == 1
 
 
 def test_load_refuses_another_format_number(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ class Scene:
         monkeypatch.setattr(module, "TraceReader", lambda *arguments, **keywords: self.stream)
         monkeypatch.setattr(module, "PurgeFollower", lambda purges, *rest: PurgeFollower(self.stream, *rest))
         monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
-        settings = Settings(home=tmp_path, target={"source": "toy"}, trainer={"held_out": 0.3, **trainer})  # type: ignore[arg-type]
+        settings = Settings(home=tmp_path, target={"source": "toy"}, trainer={"held_out": 0.3, **trainer})
         versions = DomainVersions("general", None, None, None, Lease(PointerFiles(tmp_path), "general"))
         self.reporter = TrainingReporter(versions, CostMeter(lambda: 0.0), None)
         context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())

@@ -26,12 +26,12 @@ class Scene:
         self.now = self.trained = 0.0
         self.work_reported, self.decisions, self.charged = {"r1": {"general": DomainWork(0.0)}}, [], []
         monkeypatch.setattr(investor.time, "monotonic", lambda: self.now)
-        settings = Settings(trainer=trainer, engine={"threads": 2})  # type: ignore[arg-type]
+        settings = Settings(trainer=trainer, engine={"threads": 2})
         self.learner = SimpleNamespace(log_gain=None, next_candidate=100)
         self.capacity, self.fund = SimpleNamespace(requests_run=requests_run), Fund()
         self.cost = SimpleNamespace(charge=lambda **seconds: self.charged.append(seconds))
         self.record_decision = self.decisions.append
-        self.investor = Investor(settings, self, self.capacity, self, lambda: self.trained)  # type: ignore[arg-type]
+        self.investor = Investor(settings, self, self.capacity, self, lambda: self.trained)
         self.fund.follow(1)
 
     def work(self):

@@ -253,17 +253,13 @@ def test_resume_restores_the_state_or_changes_nothing(scene):
     assert (successor.state.published, successor.state.drifts, successor.state.records) == (2, 3, 9)
 
 
-def measured(scene, log):
-    plain = 100 * math.exp(log)
-    scene.reporter.fund.measure({2: Measured(50, 100.0, plain, (0.001 * plain) ** 2)})
-
-
 def test_report_has_version_effects_and_payback_time(scene):
     fund = scene.reporter.fund
     fund.follow(1)
     fund.follow(2, 0.1)
     assert scene.report().account.effects == (VersionEffect(2, 1),)
-    measured(scene, 0.1)
+    plain = 100 * math.exp(0.1)
+    fund.measure({2: Measured(50, 100.0, plain, (0.001 * plain) ** 2)})
     scene.reporter.cost.charge(lost=2.0)
     account = scene.report().account
     assert (account.log, account.paid_back) == (pytest.approx(0.1), None)

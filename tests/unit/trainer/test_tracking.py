@@ -14,7 +14,7 @@ from trainer.tracking import TRACKERS, TrackedEvents
 
 
 def settings(home, name):
-    return Settings(home=home, trainer={"tracking": name})  # type: ignore[arg-type]
+    return Settings(home=home, trainer={"tracking": name})
 
 
 def test_tensorboard_stores_numbers_and_text_by_step(tmp_path):
@@ -42,12 +42,12 @@ def test_check_refuses_a_tracker_that_is_not_installed(tmp_path, monkeypatch, na
 def test_check_needs_no_package_without_tracker_or_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     tracking.check(settings(tmp_path, "none"))
-    tracking.check(Settings(trainer={"tracking": "wandb", "enabled": False}))  # type: ignore[arg-type]
+    tracking.check(Settings(trainer={"tracking": "wandb", "enabled": False}))
 
 
 def test_every_tracker_of_the_setting_exists():
-    names = Settings.model_fields["trainer"].annotation.model_fields["tracking"].annotation  # type: ignore[union-attr]
-    assert set(names.__args__) == set(TRACKERS)  # type: ignore[union-attr]
+    names = Settings.model_fields["trainer"].annotation.model_fields["tracking"].annotation
+    assert set(names.__args__) == set(TRACKERS)
 
 
 FAILURE = "the tracker failed, training continues without it: OSError: disk full"
@@ -143,7 +143,7 @@ def test_mlflow_gets_one_run_with_metrics_and_tags(tmp_path, monkeypatch):
             calls.append(("end", run))
 
     module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
-    module.MlflowClient, entities.Metric = Client, lambda *fields: fields  # type: ignore[attr-defined]
+    module.MlflowClient, entities.Metric = Client, lambda *fields: fields
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5")
@@ -182,7 +182,7 @@ def test_wandb_run_is_offline_without_a_key(tmp_path, monkeypatch, key, mode):
         return Run()
 
     module = ModuleType("wandb")
-    module.api, module.init = SimpleNamespace(api_key=key), init  # type: ignore[attr-defined]
+    module.api, module.init = SimpleNamespace(api_key=key), init
     monkeypatch.setitem(sys.modules, "wandb", module)
     tracker = tracking.make(settings(tmp_path, "wandb"))
     tracker.numbers(3, {"a": 1.0})

@@ -28,7 +28,7 @@ def parts(tmp_path, monkeypatch):
     parts.budget.missing.return_value = ""
     parts.publisher.due.return_value = parts.checkpoints.save_if_due.return_value = False
     parts.budget.ended.is_set.side_effect = [False, True]
-    settings = Settings(home=tmp_path, target={"source": "toy"})  # type: ignore[arg-type]
+    settings = Settings(home=tmp_path, target={"source": "toy"})
     parts.worker = Worker(settings, "redis://127.0.0.1:1", parts.context)
     return parts
 
