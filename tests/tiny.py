@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from osd.target.model import load_model
 
 VOCABULARY, HIDDEN = 259, 64
 CHAT_TEMPLATE = (
@@ -45,6 +50,16 @@ def make_tiny(directory: Path, *, seed: int = 0, layers: int = 4, sharpness: flo
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory
+
+
+@functools.cache
+def _loaded(directory: Path, device: str) -> nn.Module:
+    return load_model(directory, "float32", device)
+
+
+def loaded(directory: Path, device: str = "cpu") -> nn.Module:
+    """Return a copy of the model in ``directory``, which is read once."""
+    return copy.deepcopy(_loaded(directory, device))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

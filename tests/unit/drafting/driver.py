@@ -20,9 +20,9 @@ from osd.drafting.session import CommittedTokens, DraftRequest, Proposal, Runtim
 from osd.runtime.batch import RowBuilder, consecutive_rows
 from osd.runtime.model import SlotModel
 from osd.runtime.top import most_probable
-from osd.target.model import load_model
 from osd.verification.noise import Noise
 from osd.verification.sampling import GREEDY
+from tests.tiny import loaded
 
 SCRATCH = 11
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -36,18 +36,12 @@ class Driver:
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        target_dir: Path,
-        *,
-        context: int = 40,
-        bucketed: bool = False,
-        **more: Any,
+        self, drafter: Drafter, target_dir: Path, *, context: int = 40, bucketed: bool = False, **more: Any
     ) -> None:
         needs, slots = drafter.needs, 4
         self.needs = needs
         self.target = SlotModel(
-            load_model(target_dir, "float32", "cpu"), slots=slots, context=context, scratch=SCRATCH + needs.riders,
+            loaded(target_dir), slots=slots, context=context, scratch=SCRATCH + needs.riders,
             taps=needs.taps, bucketed=bucketed, embeddings=needs.embeddings,
         )  # fmt: skip
         memories = Memories(RecallSettings(megabytes=1))
@@ -73,22 +67,28 @@ class Driver:
         hidden = self.target.forward(consecutive_rows(slot, len(text) - 1, fed), NOTHING).hidden
         self._keep(slot, tokens, hidden, None)
 
-    def _verify(self, slot: int, token: int) -> None:
-        """Verify a draft and reject all of its nodes: the text continues with ``token``."""
+    def accept(self, slot: int, drafted: int, token: int) -> None:
+        """Verify a draft of one token, which is replaced by ``drafted`` and accepted; ``token`` follows it."""
+        self._verify(slot, token, [drafted])
+
+    def _verify(self, slot: int, token: int, accepted: Sequence[int] = ()) -> None:
+        """Verify a draft, all or nothing of which is ``accepted``; ``token`` follows."""
         text, needs = self.texts[slot], self.needs
         builder, tree, embedded, rows = RowBuilder(), Tree([], [], ()), None, None
         builder.tokens(slot, len(text) - 1, text[-1:])
         if needs.riders:
             proposal = self.propose([slot], [1], Chain(1))
             (tree,), embedded = proposal.trees, proposal.embedded
+            tree = replace(tree, tokens=accepted) if accepted else tree
             riders = [self.target.vocabulary - 1 - rider for rider in tree.rider_tokens]
             builder.draft(slot, len(text), [*tree.tokens, *riders], [*tree.parents, *tree.rider_parents])
         wanted = torch.arange(len(builder)) if needs.riders or needs.target_rows else NOTHING
         forward = self.target.forward(replace(builder.build(), embedded=embedded), wanted)
         if len(wanted):
             best = most_probable(forward.logits, range(1), 8) if needs.target_rows else None
-            rows = TargetRows(tree, [], forward.logits.clone(), best)
-        self._keep(slot, [token], None if forward.hidden is None else forward.hidden[:1], rows)
+            rows = TargetRows(tree, [*range(len(accepted))], forward.logits.clone(), best)
+        hidden = None if forward.hidden is None else forward.hidden[: 1 + len(accepted)]
+        self._keep(slot, [*accepted, token], hidden, rows)
 
     def _keep(self, slot: int, tokens: list[int], hidden: Tensor | None, rows: TargetRows | None) -> None:
         if hidden is not None:

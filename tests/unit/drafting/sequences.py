@@ -12,7 +12,10 @@ from torch import Tensor
 
 from osd.drafting import initial
 from osd.drafting.session import CommittedTokens, Runtime, Session
+from osd.learning.batch import DistillBatch, collate
+from osd.learning.objective import DistillationObjective
 from osd.verification.tree import ROOT, TreeBuilder
+from tests.unit.learning.toys import make_trace
 
 
 @dataclass
@@ -30,6 +33,32 @@ def at_places(token_ids: Tensor, hidden: Tensor | None, places: list[tuple[int, 
     lengths = torch.full((len(token_ids),), token_ids.shape[1])
     rows, where = torch.tensor(places).T
     return Sequences(token_ids, lengths, hidden, rows, where, torch.zeros(len(token_ids), dtype=torch.bool))
+
+
+def random_tokens(count: int, length: int = 30) -> Tensor:
+    """Return tokens [count, length] without special tokens."""
+    return torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def trace_batch(seed: int = 1, completion: int = 40) -> DistillBatch:
+    """Return a batch of two traces with prompts of different lengths."""
+    return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
+
+
+def loss_at_cuts(levels: Sequence[Tensor], batch: DistillBatch, objective: DistillationObjective) -> Tensor:
+    """Return the loss of prompt tokens: level n counts at the places that are n places after a cut, by 0.8 ** n."""
+    total, places = torch.zeros(()), list(zip(batch.sequence.tolist(), batch.place.tolist(), strict=True))
+    for level, logits in enumerate(levels):
+        # A cut is two places before a place of the batch.
+        exists = torch.tensor([(s, p - level) in places and p - level >= 2 for s, p in places])
+        total = total + 0.8**level / len(levels) * objective.loss(batch.select(exists), [logits[exists]], None).value
+    return total
+
+
+def assert_close(got: Tensor, goal: Tensor, tolerance: float) -> None:
+    """Compare the norm of the difference with the norm of the goal, because kernels round to bfloat16."""
+    assert got.shape == goal.shape
+    assert float((got.detach() - goal).norm() / goal.norm()) < tolerance
 
 
 def expand_chain(session: Session, slots: list[int], drafted: Tensor) -> list[Tensor]:

@@ -68,7 +68,7 @@ def acceptance_of(session: Session, drafted: Tensor, ends: list[int]) -> list[Te
         session.open(row, int(tokens[row, 0]))
         session.commit(row, CommittedTokens(tokens[row, 1:end].tolist(), hidden[row, : end - 1]))
     recording = RecordingSession(session)
-    expand_chain(recording, [0, 1], drafted)  # type: ignore[arg-type]
+    expand_chain(recording, [0, 1], drafted)
     return recording.acceptances
 
 

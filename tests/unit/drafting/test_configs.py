@@ -11,33 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from osd.config import (
-    ConfigError,
-    EagleSettings,
-    EarlyExitSettings,
-    FalconSettings,
-    KangarooSettings,
-    LanguageModelSettings,
-    MedusaSettings,
-    PromptTokensSettings,
-    RecallDrafterSettings,
-    TokenSelectSettings,
-    load_settings,
-)
+from osd.config import DRAFTER_SETTINGS, ConfigError, load_settings
 from osd.drafting import DRAFTERS, DrafterError, from_config, initial
 from osd.target.model import load_part
 from tests.tiny import make_tiny
 
-SETTINGS: dict[str, Any] = {
-    "eagle": EagleSettings(vocabulary=64),
-    "early_exit": EarlyExitSettings(vocabulary=64),
-    "falcon": FalconSettings(vocabulary=64),
-    "kangaroo": KangarooSettings(vocabulary=64, exit_layer=1),
-    "language_model": LanguageModelSettings(layers=2, prompt_tokens=2),
-    "medusa": MedusaSettings(vocabulary=64),
-    "prompt_tokens": PromptTokensSettings(),
-    "recall": RecallDrafterSettings(),
-    "token_select": TokenSelectSettings(),
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{kind: {"vocabulary": 64} for kind in ("eagle", "early_exit", "falcon", "medusa")},
+    "kangaroo": {"vocabulary": 64, "exit_layer": 1},
+    "language_model": {"layers": 2, "prompt_tokens": 2},
+    **{kind: {} for kind in ("prompt_tokens", "recall", "token_select")},
 }
 ODD: list[Any] = [-1, 1.5, "x", None, [1, "a"], 10**8]
 FREE = {("eps", 1.5), ("eps", 10**8), ("rope_theta", 1.5), ("rope_theta", 10**8)}
@@ -49,8 +32,8 @@ OF_MODEL = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_
 @pytest.fixture(scope="module")
 def configs(target_dir: Path) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
-    made = {kind: initial(settings, target_dir, target_dir) for kind, settings in SETTINGS.items()}
-    return {kind: json.loads(json.dumps(drafter.config())) for kind, drafter in made.items()}
+    first = [initial(DRAFTER_SETTINGS[kind](**fields), target_dir, target_dir) for kind, fields in SETTINGS.items()]
+    return {kind: json.loads(json.dumps(drafter.config())) for kind, drafter in zip(SETTINGS, first, strict=True)}
 
 
 @pytest.fixture(autouse=True)

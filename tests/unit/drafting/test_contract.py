@@ -14,20 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from osd.config import (
-    EagleSettings,
-    EarlyExitSettings,
-    FalconSettings,
-    KangarooSettings,
-    LanguageModelSettings,
-    MedusaSettings,
-    PromptTokensSettings,
-    RecallDrafterSettings,
-    TokenSelectSettings,
-)
+from osd.config import DRAFTER_SETTINGS
 from osd.drafting import DRAFTERS, Drafter, DrafterError, Trainable, from_config, initial
-from osd.drafting.autoregressive import AutoregressiveSession
-from osd.drafting.draft_vocabulary import VocabularyDrafter
 from osd.drafting.growth import Stop
 from osd.drafting.growth.chain import Chain
 from osd.drafting.growth.top_k_tree import TopKTree
@@ -40,10 +28,10 @@ from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
 from osd.target.model import load_model
 from osd.verification.sampling import SamplingBatch
-from tests.tiny import make_tiny
+from tests.tiny import loaded, make_tiny
 from tests.unit.drafting.driver import NOTHING, Driver
 from tests.unit.drafting.other_tokens import make_pair, random_model
-from tests.unit.drafting.sequences import Sequences, at_places, expand_chain, expand_tree
+from tests.unit.drafting.sequences import Sequences, assert_close, at_places, expand_chain, expand_tree
 from tests.unit.verification.enumeration import check_integrity
 
 VOCABULARY, LENGTH = 150, 30
@@ -98,29 +86,33 @@ class Case:
     chains: tuple[str, ...] = ()
 
 
+def of_kind(kind: str, **fields: Any) -> Any:
+    return DRAFTER_SETTINGS[kind](**fields)
+
+
+BOTH = ("kernels", "bucketed")
 MODEL = {"reads": last_token, "tolerance": 0.03}
 CASES = {
-    "eagle": Case(EagleSettings(vocabulary=VOCABULARY), chain_of_tokens, 2, chains=("kernels", "bucketed")),
-    "early_exit": Case(EarlyExitSettings(vocabulary=VOCABULARY), last_token, 1, False, target="deep", noise=0.1),
-    "falcon": Case(FalconSettings(vocabulary=VOCABULARY, block=2), blocks_of(2), 2),
-    "falcon of 3": Case(FalconSettings(vocabulary=VOCABULARY, block=3), blocks_of(3), 2),
-    "kangaroo": Case(KangarooSettings(vocabulary=VOCABULARY, exit_layer=2), last_token, 1, False),
-    "language_model": Case(LanguageModelSettings(layers=2), chains=("bucketed",), **MODEL),
+    "eagle": Case(of_kind("eagle", vocabulary=VOCABULARY), chain_of_tokens, 2, chains=BOTH),
+    "early_exit": Case(of_kind("early_exit", vocabulary=VOCABULARY), last_token, 1, False, target="deep", noise=0.1),
+    "falcon": Case(of_kind("falcon", vocabulary=VOCABULARY, block=2), blocks_of(2), 2),
+    "falcon of 3": Case(of_kind("falcon", vocabulary=VOCABULARY, block=3), blocks_of(3), 2),
+    "kangaroo": Case(of_kind("kangaroo", vocabulary=VOCABULARY, exit_layer=2), last_token, 1, False),
+    "language_model": Case(of_kind("language_model"), chains=("bucketed",), **MODEL),
     "llama": Case(lambda target: random_model("llama"), chains=("bucketed",), **MODEL),
     "gpt_neox": Case(lambda target: random_model("gpt_neox"), chains=("bucketed",), **MODEL),
     "qwen2": Case(lambda target: random_model("qwen2"), chains=("bucketed",), **MODEL),
     "other tokens": Case("source", target="pair", chains=("bucketed",), **MODEL),
     "looks ahead": Case(
-        LanguageModelSettings(layers=2, prompt_tokens=2), last_token_of_calls(3), tolerance=0.03,
-        chains=("kernels", "bucketed"),
+        of_kind("language_model", prompt_tokens=2), last_token_of_calls(3), tolerance=0.03, chains=BOTH
     ),
-    "medusa": Case(MedusaSettings(vocabulary=VOCABULARY, heads=4), sees=2, noise=0.2, chains=("kernels", "bucketed")),
-    "prompt_tokens": Case(PromptTokensSettings(tokens=3, copies=2), tolerance=0.03),
+    "medusa": Case(of_kind("medusa", vocabulary=VOCABULARY, heads=4), sees=2, noise=0.2, chains=BOTH),
+    "prompt_tokens": Case(of_kind("prompt_tokens", tokens=3, copies=2), tolerance=0.03),
 }  # fmt: skip
 UNTRAINED = {
-    "recall": Case(RecallDrafterSettings()),
-    "token_select": Case(TokenSelectSettings()),
-    "mixed": Case(EagleSettings(vocabulary=VOCABULARY)),
+    "recall": Case(of_kind("recall")),
+    "token_select": Case(of_kind("token_select")),
+    "mixed": Case(of_kind("eagle", vocabulary=VOCABULARY)),
 }
 """Kinds without training, and a mixed drafter."""
 
@@ -160,7 +152,7 @@ def make(targets: dict[str, Path]) -> Callable[..., Any]:
         settings, target = case.settings, targets[case.target]
         torch.manual_seed(seed)
         if settings == "source":
-            settings = LanguageModelSettings(source=str(targets["source"]))
+            settings = of_kind("language_model", source=str(targets["source"]))
         drafter = settings(target) if callable(settings) else initial(settings, target, target)
         if isinstance(drafter, Trainable):
             drafter.adapt_vocabulary(torch.rand(259))
@@ -195,7 +187,7 @@ def batch_of(targets: dict[str, Path]) -> Callable[..., Sequences]:
         if not taps:
             return at_places(tokens, None, places)
         how = {"slots": 1, "context": 2 * LENGTH, "scratch": 1, "taps": taps}
-        target = SlotModel(load_model(targets[CASES[name].target], "float32", "cpu"), **how)
+        target = SlotModel(loaded(targets[CASES[name].target]), **how)
         states = [target.forward(consecutive_rows(0, 0, row), NOTHING).hidden for row in tokens.tolist()]
         return at_places(tokens, torch.stack([states for states in states if states is not None]), places)
 
@@ -211,11 +203,6 @@ def texts(drafter: Any, count: int, seed: int = 1) -> Tensor:
 
 def depth_of(drafter: Any) -> int:
     return drafter.levels or 5
-
-
-def assert_close(got: Tensor, goal: Tensor, tolerance: float) -> None:
-    assert got.shape == goal.shape
-    assert float((got - goal).norm() / goal.norm()) < tolerance
 
 
 def next_logits(driver: Driver, slot: int) -> Tensor:
@@ -260,7 +247,7 @@ def test_tree_node_logits_equal_chain_logits(start: Any, make: Any, name: str) -
     for node, path in enumerate(paths[:nodes]):
         chains.read(1, tokens[0, :10].tolist())
         alone = expand_chain(chains.session, [1], torch.tensor([[drafted[above] for above in path]]))
-        assert_close(logits[1 + node], alone[-1][0], CASES.get(name, UNTRAINED.get(name)).tolerance)  # type: ignore[union-attr]
+        assert_close(logits[1 + node], alone[-1][0], CASES.get(name, UNTRAINED.get(name)).tolerance)
         chains.close(1)
     assert not torch.allclose(logits[0], logits[-1])
 
@@ -352,7 +339,7 @@ def test_acceptance_head_reads_the_states_of_training(start: Any, make: Any, bat
             judged.append(session.acceptance())
             return logits
 
-    expand_chain(Noting(), [0, 1], drafted)  # type: ignore[arg-type]
+    expand_chain(Noting(), [0, 1], drafted)
     places = [(row, end + step) for step in range(drafted.shape[1]) for row, end in enumerate(ends)]
     batch = batch_of(name, drafter, tokens, places)
     goal = drafter.drafted_states(batch, drafted.T.flatten(), drafted.shape[1])
@@ -368,7 +355,7 @@ def test_version_is_restored_from_config_and_weights(
 ) -> None:
     drafter, case = make(name), {**CASES, **UNTRAINED}[name]
     if isinstance(drafter, Trainable):
-        nn.init.ones_(drafter.add_head().acceptance.odds.weight)  # type: ignore[union-attr]
+        nn.init.ones_(drafter.add_head().acceptance.odds.weight)
     again = from_config(json.loads(json.dumps(drafter.config())), targets[case.target])
     again.load_weights({key: value.clone() for key, value in drafter.weights().items()})
     assert again.config() == drafter.config()
@@ -377,7 +364,7 @@ def test_version_is_restored_from_config_and_weights(
         assert torch.equal(value, drafter.weights()[key]), key
     if isinstance(drafter, Trainable) and isinstance(again, Trainable):
         assert again.needs == drafter.needs
-        assert again.draft_ids is None or torch.equal(again.draft_ids, drafter.draft_ids)  # type: ignore[arg-type]
+        assert again.draft_ids is None or torch.equal(again.draft_ids, drafter.draft_ids)
         batch = batch_of(name, drafter, texts(drafter, 2), [(0, 7), (1, 25)])
         with torch.no_grad():
             for actual, expected in zip(again.unroll(batch, 3), drafter.unroll(batch, 3), strict=True):
@@ -397,7 +384,7 @@ def test_equal_target_table_is_shared_in_memory(make: Any, targets: dict[str, Pa
     model = load_model(targets[CASES[name].target], "bfloat16", "cpu")
     drafter.target_head = drafter.target_head.bfloat16()
     with torch.no_grad():
-        model.get_input_embeddings().weight[3, 5] += not same  # type: ignore[operator]
+        model.get_input_embeddings().weight[3, 5] += not same
     target = SlotModel(model, slots=2, context=32, scratch=8, taps=drafter.needs.taps)
     before = drafter.target_head.clone()
     session = drafter.session(Runtime.serving(2, 32, 8, target=target))
@@ -448,7 +435,6 @@ def test_staged_version_has_no_effect_before_load(start: Any, make: Any, name: s
 def test_load_swaps_packed_layers_and_keeps_graph_addresses(start: Any, make: Any, name: str) -> None:
     for way in ("kernels", "bucketed"):
         session = start(name, way).session
-        assert isinstance(session, AutoregressiveSession)
         places = {key: layer.place.data_ptr() for key, layer in session.linear.items()}
         places |= {key: value.data_ptr() for key, value in session.vector.items()}
         staged = session.stage(make(name, 8).weights())
@@ -645,7 +631,6 @@ def test_close_frees_the_state_of_a_sequence(start: Any, make: Any, name: str) -
 @of(lambda case: getattr(case.settings, "vocabulary", None))
 def test_vocabulary_follows_counts_and_prefers_lower_ids(make: Any, name: str) -> None:
     drafter = make(name)
-    assert isinstance(drafter, VocabularyDrafter)
     counts = torch.zeros(259)
     counts[200] = 3
     drafter.adapt_vocabulary(counts)
@@ -662,7 +647,6 @@ def test_vocabulary_follows_counts_and_prefers_lower_ids(make: Any, name: str) -
 def test_first_version_vocabulary_is_capped_by_the_target(targets: dict[str, Path], name: str) -> None:
     case = CASES[name]
     drafter = initial(case.settings.model_copy(update={"vocabulary": 100_000}), targets[case.target], Path())
-    assert isinstance(drafter, VocabularyDrafter)
     assert drafter.draft_ids.tolist() == list(range(259))
     assert torch.equal(drafter.head_rows, drafter.target_head.float())
     assert all(bool(value.isfinite().all()) for value in drafter.weights().values())

@@ -39,7 +39,6 @@ def deep_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafter(deep_dir: Path) -> EarlyExit:
     """Make a drafter with random weights that use both exits, and a draft vocabulary with gaps."""
     made = initial(EarlyExitSettings(vocabulary=VOCABULARY), deep_dir, deep_dir)
-    assert isinstance(made, EarlyExit)
     generator = torch.Generator().manual_seed(3)
     made.adapt_vocabulary(torch.rand(259, generator=generator))
     with torch.no_grad():
@@ -49,9 +48,7 @@ def drafter(deep_dir: Path) -> EarlyExit:
 
 
 def taps_of(target: SlotModel, tokens: list[int], slot: int = 0) -> Tensor:
-    hidden = target.forward(consecutive_rows(slot, 0, tokens), NOTHING).hidden
-    assert hidden is not None
-    return hidden
+    return target.forward(consecutive_rows(slot, 0, tokens), NOTHING).hidden
 
 
 @torch.no_grad()
@@ -93,7 +90,6 @@ def test_controller_loss_excludes_stop_at_unjudged_places() -> None:
     loss = controller_loss(odds, decisions, judged)
     assert loss.item() == pytest.approx(total / 5, rel=1e-5)
     loss.backward()
-    assert odds.grad is not None
     assert (odds.grad[2:4, :, STOP] == 0).all()
     assert odds.grad.isfinite().all()
 
@@ -106,7 +102,6 @@ def test_confident_is_zero_for_other_choices() -> None:
 
 def test_new_drafter_applies_the_target_head_at_the_last_exit(deep_dir: Path) -> None:
     made = initial(EarlyExitSettings(vocabulary=VOCABULARY), deep_dir, deep_dir)
-    assert isinstance(made, EarlyExit)
     assert made.exits == (3, 6)
     assert made.needs.taps == (2, 5, 7)
     assert made.needs.layers == range(6)
@@ -147,7 +142,6 @@ def test_drafts_exit_by_the_formula_with_target_states(drafter: EarlyExit, deep_
                 place = LENGTH - depth - 1 + len(path)
                 goal = states[b, place][drafter.exits.index(rows.layer)]
                 assert torch.allclose(rows.states[row], goal, rtol=1e-3, atol=1e-3)
-                assert rows.hidden is not None
                 passed = states[b, place][: 1 + drafter.exits.index(rows.layer)]
                 assert torch.allclose(rows.hidden[row], passed.flatten(), rtol=1e-3, atol=1e-3)
                 assert rows.offsets[row] == len(path)
@@ -172,7 +166,6 @@ def traced(drafter: EarlyExit, target: SlotModel, seed: int, completes: bool, pr
 def whole(drafter: EarlyExit, directory: Path) -> EarlyExit:
     """Return the drafter with the target's full vocabulary."""
     made = initial(EarlyExitSettings(vocabulary=259), directory, directory)
-    assert isinstance(made, EarlyExit)
     made.load_weights({**made.weights(), **{name: drafter.weights()[name] for name in ("down", "up", "controller")}})
     return made.requires_grad_(False)
 
@@ -201,7 +194,6 @@ def test_loss_sums_heads_and_controller(drafter: EarlyExit, deep_dir: Path) -> N
     places = Places.of(batch)
     loss = drafter.loss(batch, DistillationObjective.of(TrainerSettings(), 0))
     ids, heads, odds, decisions = drafter.draft_ids, 0.0, [], []
-    assert batch.hidden is not None
     for number, (s, place, real) in enumerate(zip(places.sequence, places.place, places.real, strict=True)):
         states = batch.hidden[s, place - 1].view(3, 64)
         goal = (drafter.final_norm(states[2]).bfloat16() @ drafter.target_head.T).float().log_softmax(0)
@@ -240,7 +232,6 @@ def test_training_learns_to_stop_at_unexpected_text(drafter: EarlyExit, deep_dir
         distiller.step(collate(records[step % 8 : step % 8 + 2]))
     after = drafter.loss(batch, DistillationObjective.of(TrainerSettings(), 0))
     assert after.value.item() < 0.6 * before.value.item()
-    assert batch.hidden is not None
     prompts = batch.hidden[:, 1:11].reshape(-1, 3, 64)
     stop_probability = odds_of(prompts, drafter.controller).detach().softmax(-1)[:, -1, STOP]
     print(f"probability to stop in text that the target does not expect: {float(stop_probability.mean())}")

@@ -20,7 +20,6 @@ from tests.unit.drafting.sequences import HIDDEN, at_places, drafting, expand_ch
 from tests.unit.learning.toys import make_trace
 
 VOCABULARY = 150
-BLOCKS = (2, 3, 4)
 
 
 @pytest.fixture
@@ -28,14 +27,15 @@ def falcon(target_dir: Path) -> Falcon:
     return random_drafter(FalconSettings(vocabulary=VOCABULARY, block=2), target_dir)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8])
-def test_draft_takes_one_call_per_block(target_dir: Path, block: int, tokens: int) -> None:
+@pytest.mark.parametrize("block", [2, 3, 4])
+def test_draft_takes_one_call_per_block(target_dir: Path, block: int) -> None:
     falcon, calls = random_drafter(FalconSettings(vocabulary=VOCABULARY, block=block), target_dir), []
-    session = drafting(falcon, [3, 0])
-    session.linear["head"].register_forward_hook(lambda layer, given, made: calls.append(len(made)))
-    expand_chain(session, [3, 0], falcon.draft_ids[torch.ones(2, tokens - 1, dtype=torch.int64)])
-    assert calls == [2 * block] * -(-tokens // block)
+    for tokens in (1, 2, 3, 4, 5, 8):
+        calls.clear()
+        session = drafting(falcon, [3, 0])
+        session.linear["head"].register_forward_hook(lambda layer, given, made: calls.append(len(made)))
+        expand_chain(session, [3, 0], falcon.draft_ids[torch.ones(2, tokens - 1, dtype=torch.int64)])
+        assert calls == [2 * block] * -(-tokens // block)
 
 
 def test_recurrence_equals_sequential_steps() -> None:
@@ -126,7 +126,6 @@ def test_falcon_learns_a_small_target(target_dir: Path) -> None:
     """The target produces tokens in a fixed order, and its head reads them from its states."""
     torch.manual_seed(5)
     drafter = initial(FalconSettings(vocabulary=16), target_dir, target_dir)
-    assert isinstance(drafter, Falcon)
     order, length = [3, 9, 4, 1, 12, 7], 24
     logits = torch.full((16, 16), -4.0)
     for at, token in enumerate(order):

@@ -6,23 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from osd.config import FalconSettings, KangarooSettings, LanguageModelSettings
 from osd.drafting import DrafterError, initial
-from osd.drafting.falcon.drafter import Falcon
-from osd.drafting.kangaroo import Kangaroo
-from osd.drafting.language_model.drafter import LanguageModel
 from osd.target.model import load_model
 from tests.tiny import make_tiny
-from tests.unit.drafting.sequences import at_places
+from tests.unit.drafting.sequences import at_places, random_tokens
 
 LENGTH = 30
-
-
-def tokens_of(count: int) -> Tensor:
-    return torch.randint(0, 256, (count, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def test_shared_embedding_and_head_are_not_stored(target_dir: Path) -> None:
@@ -38,7 +30,7 @@ def test_shared_embedding_and_head_are_not_stored(target_dir: Path) -> None:
 def test_language_model_of_all_layers_equals_the_target(target_dir: Path) -> None:
     drafter = initial(LanguageModelSettings(layers=4), target_dir, target_dir)
     target = AutoModelForCausalLM.from_pretrained(target_dir)
-    tokens = tokens_of(1)
+    tokens = random_tokens(1)
     with torch.no_grad():
         goal = target(input_ids=tokens).logits[0, [4, 20]]
         got = drafter.unroll(at_places(tokens, None, [(0, 5), (0, 21)]), 1)[0]
@@ -58,15 +50,15 @@ def test_revision_without_source_is_refused(target_dir: Path) -> None:
 def test_source_with_equal_vocabulary_is_not_translated(target_dir: Path, tmp_path: Path) -> None:
     source = make_tiny(tmp_path / "small", seed=8, layers=1)
     drafter = initial(LanguageModelSettings(source=str(source)), target_dir, tmp_path / "home")
-    assert isinstance(drafter, LanguageModel)
     assert not drafter.shared
+    assert drafter.draft_ids is None
+    assert "translation" not in drafter.config()
     assert "model.embed_tokens.weight" in drafter.weights()
     assert "lm_head.weight" not in drafter.weights()
 
 
 def test_kangaroo_starts_from_the_next_target_layer(target_dir: Path) -> None:
     drafter = initial(KangarooSettings(vocabulary=100_000), target_dir, target_dir)
-    assert isinstance(drafter, Kangaroo)
     target = load_model(target_dir, "float32", "cpu").state_dict()
     assert (drafter.shape.exit_layer, drafter.needs.taps, drafter.needs.layers) == (1, (0,), range(1))
     assert torch.equal(drafter.q_proj.weight, target["model.layers.1.self_attn.q_proj.weight"])
@@ -86,7 +78,6 @@ def test_exit_after_the_last_layer_is_refused(target_dir: Path, exit_layer: int)
 @torch.no_grad()
 def test_new_falcon_passes_target_features_through(target_dir: Path) -> None:
     drafter = initial(FalconSettings(vocabulary=100_000), target_dir, target_dir)
-    assert isinstance(drafter, Falcon)
     hidden = 7 * torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(1))
-    read = drafter.starts(at_places(tokens_of(1), hidden, [(0, 9)]), 2).states[0, :, -1]
+    read = drafter.starts(at_places(random_tokens(1), hidden, [(0, 9)]), 2).states[0, :, -1]
     assert float(torch.cosine_similarity(read[1:], hidden[0, 1:-1]).mean()) > 0.8

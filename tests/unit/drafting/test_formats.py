@@ -20,8 +20,7 @@ from osd.drafting.kangaroo import Kangaroo
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.medusa import Medusa
 from osd.drafting.session import CommittedTokens, Runtime
-from osd.target.model import load_model
-from tests.tiny import HIDDEN, VOCABULARY
+from tests.tiny import HIDDEN, VOCABULARY, loaded
 
 VARIANTS = [
     {},
@@ -43,7 +42,7 @@ VARIANTS = [
 
 @pytest.fixture
 def target(target_dir):
-    return load_model(target_dir, "float32", "cpu")
+    return loaded(target_dir)
 
 
 def make_eagle(target, vocabulary=100, seed=0, **variant):
@@ -173,7 +172,7 @@ def test_pickled_head_is_refused_with_advice(target_dir, tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_imported_variant_drafts_like_in_training(target, target_dir, variant):
+def test_imported_variant_drafts_like_in_training(target, variant):
     from osd.verification.tree import ROOT, TreeBuilder
 
     drafter = make_eagle(target, **variant)
@@ -242,14 +241,13 @@ def test_vocabulary_change_keeps_imported_head_rows(target):
 def test_transformers_export_loads_and_reads_back(target, target_dir, tmp_path, layers):
     drafter = LanguageModel.first_layers(target, layers)
     with torch.no_grad():
-        for parameter in drafter.model.get_decoder().layers.parameters():  # type: ignore[operator]
+        for parameter in drafter.model.get_decoder().layers.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     write(drafter, "transformers", origin(target_dir), tmp_path / "out")
     tokens = make_batch().token_ids
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     name, back = read(tmp_path / "out", target_dir)
     assert name == "transformers"
-    assert isinstance(back, LanguageModel)
     assert back.shared
     assert set(back.weights()) == set(drafter.weights())
     with torch.inference_mode():

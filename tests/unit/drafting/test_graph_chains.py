@@ -39,7 +39,6 @@ def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytes
     monkeypatch.setattr("osd.drafting.language_model.session._DTYPE", torch.float32)
     settings = {"eagle": EagleSettings(vocabulary=VOCABULARY), "language_model": LanguageModelSettings(layers=2)}
     drafter = initial(settings[request.param], target_dir, target_dir)
-    assert isinstance(drafter, Eagle | LanguageModel)
     torch.manual_seed(3)
     drafter.adapt_vocabulary(torch.rand(259))
     with torch.no_grad():
@@ -49,9 +48,7 @@ def drafter(request: pytest.FixtureRequest, target_dir: Path, monkeypatch: pytes
 
 
 def opened(drafter: Eagle | LanguageModel, device: torch.device | None = None) -> EagleSession | LanguageModelSession:
-    session = drafter.session(Runtime(5, LENGTH, SCRATCH, device or torch.device("cpu"), bucketed=True))
-    assert isinstance(session, EagleSession | LanguageModelSession)
-    return session
+    return drafter.session(Runtime(5, LENGTH, SCRATCH, device or torch.device("cpu"), bucketed=True))
 
 
 def begin(session: EagleSession | LanguageModelSession, slots: list[int], committed: int = 3) -> None:
@@ -93,11 +90,7 @@ def test_swap_keeps_addresses_and_changes_drafts(drafter: Eagle | LanguageModel,
     assert [value.data_ptr() for value in held(session)] == addresses
     other = from_config(drafter.config(), target_dir)
     other.load_weights(weights)
-    assert isinstance(other, Eagle | LanguageModel)
     goal = drafting(other, slots).chains(slots, limits, Stop())
-    assert before is not None
-    assert after is not None
-    assert goal is not None
     assert after.draft.token_lists() == goal.draft.token_lists()
     torch.testing.assert_close(after.logits, goal.logits, rtol=1e-5, atol=1e-5 * float(goal.logits.abs().max()))
     assert not torch.allclose(after.logits, before.logits, rtol=0.1, atol=0.1)
@@ -112,16 +105,12 @@ def held(session: EagleSession | LanguageModelSession) -> list[Tensor]:
     return [session.cache.keys, session.cache.values, *weights]
 
 
-def test_drafts_of_equal_size_share_a_recording(
-    drafter: Eagle | LanguageModel,
-) -> None:
+def test_drafts_of_equal_size_share_a_recording(drafter: Eagle | LanguageModel) -> None:
     session = drafting(drafter, [0, 1, 2], 5)
     first = session.chains([0], [3], Stop())
-    assert first is not None
     tokens, logits = first.draft.token_lists(), first.logits.clone()
     made = GraphRecorder.made
     second = session.chains([1], [3], Stop())
-    assert second is not None
     assert second.draft.token_lists() != tokens
     assert first.draft.token_lists() == tokens
     assert torch.equal(first.logits, logits)
@@ -157,9 +146,7 @@ def test_recording_runs_on_meta_tensors(drafter: Eagle | LanguageModel, chosen: 
 
 
 @pytest.mark.parametrize("growth", [Chain(5), Confidence(0.02, 5)], ids=["chain", "confidence"])
-def test_graph_chains_draw_like_stepwise_growth(
-    drafter: Eagle | LanguageModel, growth: Chain, target_dir: Path
-) -> None:
+def test_graph_chains_draw_like_stepwise_growth(drafter: Eagle | LanguageModel, growth: Chain) -> None:
     slots, limits = [3, 0, 4, 1], [5, 2, 4, 0]
     request = DraftRequest(slots, limits, SAMPLED[:4])
     drafts: list[Any] = []
@@ -189,8 +176,6 @@ def test_long_prompt_is_read_in_two_parts() -> None:
     early, late = new.split()
     assert (early.places, early.tokens) == ([(4, 3, 1), (0, 0, 0), (1, 9, 2)], [10, 20, 21])
     assert (late.places, late.tokens) == ([(4, 4, 1), (0, 0, 0), (1, 11, 1)], [11, 22])
-    assert early.states is not None
-    assert late.states is not None
     assert (early.states.flatten().tolist(), late.states.flatten().tolist()) == ([0, 2, 3], [1, 4])
     assert late.last.tolist() == [0, 0, 1]
 
@@ -204,6 +189,4 @@ def test_gpu_draft_does_not_wait_and_equals_the_cpu(drafter: Eagle | LanguageMod
         begin(session, slots)
         with forbid_device_waits() if times else nullcontext():
             chains = session.chains(slots, limits, Stop())
-        assert chains is not None
-        assert goal is not None
         assert chains.draft.token_lists() == goal.draft.token_lists()

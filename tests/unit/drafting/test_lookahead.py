@@ -17,14 +17,20 @@ from osd.drafting.growth import Stop
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.session import CommittedTokens, Runtime
-from osd.learning.batch import DistillBatch, collate
+from osd.learning.batch import DistillBatch
 from osd.learning.distiller import Distiller
 from osd.learning.objective import DistillationObjective
 from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from tests.unit.drafting.other_tokens import make_pair, random_model, rounded
-from tests.unit.drafting.sequences import at_places, expand_chain
-from tests.unit.learning.toys import make_trace
+from tests.unit.drafting.sequences import (
+    assert_close,
+    at_places,
+    expand_chain,
+    loss_at_cuts,
+    random_tokens,
+    trace_batch,
+)
 
 LENGTH, AHEAD = 30, 2
 
@@ -32,7 +38,6 @@ LENGTH, AHEAD = 30, 2
 def with_prompts(drafter: LanguageModel, tokens: int = AHEAD) -> LanguageModel:
     torch.manual_seed(6)
     made = rounded(LanguageModel(drafter.model, drafter.shared, drafter.translation, tokens))
-    assert made.lookahead is not None
     with torch.no_grad():
         made.lookahead.prompts.normal_(0, 0.3)
         made.lookahead.prompts.copy_(made.lookahead.prompts.bfloat16().float())
@@ -48,14 +53,6 @@ def drafter(request: pytest.FixtureRequest, target_dir: Path) -> LanguageModel:
     return with_prompts(first_layers(target_dir) if request.param == "first layers" else random_model(request.param))
 
 
-def tokens_of(count: int) -> Tensor:
-    return torch.randint(0, 256, (count, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-def close(got: Tensor, goal: Tensor) -> None:
-    assert float((got - goal).norm() / goal.norm()) < 0.03  # the session computes in bfloat16
-
-
 def test_prompt_tokens_reduce_calls_of_a_chain(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, forward = [0], SlotModel.forward
 
@@ -69,33 +66,22 @@ def test_prompt_tokens_reduce_calls_of_a_chain(target_dir: Path, monkeypatch: py
         session, calls[0] = drafter.session(Runtime(1, LENGTH, 7)), 0
         session.open(0, 1)
         session.commit(0, CommittedTokens([2, 3]))
-        logits = expand_chain(session, [0], tokens_of(1)[:, :5])
+        logits = expand_chain(session, [0], random_tokens(1)[:, :5])
         assert (len(logits), calls[0]) == (6, expected)
     chains = with_prompts(plain, 2).session(Runtime(2, LENGTH, 7))
     for slot in (0, 1):
         chains.open(slot, 1)
     calls[0] = 0
     drafted = chains.chains([0, 1], [3, 0], Stop(0.5))
-    assert drafted is not None
     assert [len(tokens) for tokens in drafted.draft.token_lists()] == [3, 0]
     assert calls[0] == 1
     assert chains.chains([0, 1], [4, 4], Stop(0.5)) is None
 
 
-def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
-    return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
-
-
 def test_loss_adds_prompt_tokens_at_cuts(target_dir: Path) -> None:
-    plain, batch = first_layers(target_dir), batch_of(completion=12)
+    plain, batch = first_layers(target_dir), trace_batch(completion=12)
     drafter, objective = with_prompts(plain), DistillationObjective.of(TrainerSettings(), 0)
-    goal = plain.loss(batch, objective).value
-    for level, logits in enumerate(drafter.unroll(batch, 1 + AHEAD)[1:]):
-        exists = torch.tensor([
-            bool(((batch.sequence == s) & (batch.place == p - level)).any())
-            for s, p in zip(batch.sequence.tolist(), batch.place.tolist(), strict=True)
-        ]) & (batch.place - level >= 2)  # fmt: skip
-        goal = goal + 0.8**level / AHEAD * objective.loss(batch.select(exists), [logits[exists]], None).value
+    goal = plain.loss(batch, objective).value + loss_at_cuts(drafter.unroll(batch, 1 + AHEAD)[1:], batch, objective)
     assert drafter.loss(batch, objective).value.item() == pytest.approx(goal.item(), rel=1e-4)
 
 
@@ -106,7 +92,7 @@ def gradients(drafter: LanguageModel, batch: DistillBatch) -> dict[str, Tensor]:
 
 
 def test_prompt_token_loss_has_no_gradient_for_the_model(drafter: LanguageModel) -> None:
-    batch = batch_of()
+    batch = trace_batch()
     whole, plain = gradients(drafter, batch), LanguageModel(drafter.model, drafter.shared)
     alone = gradients(plain, batch)
     assert whole.keys() - alone.keys() == {"lookahead.prompts"}
@@ -116,7 +102,7 @@ def test_prompt_token_loss_has_no_gradient_for_the_model(drafter: LanguageModel)
 
 
 def test_prompt_tokens_learn_faster_and_resume(target_dir: Path) -> None:
-    drafter, batch = with_prompts(first_layers(target_dir)), batch_of()
+    drafter, batch = with_prompts(first_layers(target_dir)), trace_batch()
     settings = TrainerSettings(learning_rate=1e-3, update_tokens=1)
     before = {name: weight.detach().clone() for name, weight in drafter.trained().items()}
     distiller = Distiller(drafter, settings)
@@ -126,29 +112,28 @@ def test_prompt_tokens_learn_faster_and_resume(target_dir: Path) -> None:
     assert max(moved.values()) == pytest.approx(1e-3, rel=0.1)
     tensors, counters = distiller.state_dict()
     saved = {name: value.clone() for name, value in tensors.items()}
-    losses = [distiller.step(batch_of(seed)).loss for seed in (5, 6)]
+    losses = [distiller.step(trace_batch(seed)).loss for seed in (5, 6)]
     again = Distiller(with_prompts(first_layers(target_dir)), settings)
     again.load_state_dict(saved, counters)
-    assert [again.step(batch_of(seed)).loss for seed in (5, 6)] == losses
+    assert [again.step(trace_batch(seed)).loss for seed in (5, 6)] == losses
 
 
 def test_translated_model_has_prompt_tokens(tmp_path: Path) -> None:
     target_dir, source = make_pair(tmp_path)
     drafter = initial(LanguageModelSettings(source=str(source), prompt_tokens=2), target_dir, target_dir)
-    assert isinstance(drafter, LanguageModel)
     rounded(drafter)
-    tokens = tokens_of(1)
+    tokens = random_tokens(1)
     session = drafter.session(Runtime(1, LENGTH, 6))
     session.open(0, int(tokens[0, 0]))
     session.commit(0, CommittedTokens(tokens[0, 1:12].tolist()))
     shared = session.support
-    assert shared is not None
     drafted = shared[torch.tensor([[3, 50, 20, 7]])]
     text = torch.cat([tokens[:, :12], drafted, tokens[:, :2]], 1)
     got = expand_chain(session, [0], drafted)
     with torch.no_grad():
         for d in range(5):
-            close(got[d][0], drafter.unroll(at_places(text, None, [(0, 12 + d)]), 5)[d][0])
+            goal = drafter.unroll(at_places(text, None, [(0, 12 + d)]), 5)[d][0]
+            assert_close(got[d][0], goal, 0.03)  # the session computes in bfloat16
 
 
 def test_long_text_leaves_positions_for_prompt_tokens() -> None:
@@ -158,7 +143,7 @@ def test_long_text_leaves_positions_for_prompt_tokens() -> None:
     assert session.model.context == 16 - 4 - AHEAD
     session.open(0, 1)
     session.commit(0, CommittedTokens([2] * 20))
-    expand_chain(session, [0], tokens_of(1)[:, :2])
+    expand_chain(session, [0], random_tokens(1)[:, :2])
     assert session.model.cache.length[0] <= session.model.context
 
 

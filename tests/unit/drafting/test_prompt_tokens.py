@@ -18,28 +18,22 @@ from osd.drafting.prompt_tokens.drafter import PromptTokens, PromptTokensSession
 from osd.drafting.session import CommittedTokens, DraftPrices, DraftRequest, Proposal, Runtime, TargetRows, Tree
 from osd.economy.costs import CostModel
 from osd.economy.plan import StepBudget
-from osd.learning.batch import DistillBatch, collate
 from osd.learning.distiller import Distiller
 from osd.learning.objective import DistillationObjective
-from osd.runtime.batch import RowBuilder
-from osd.runtime.model import SlotModel
 from osd.target.model import load_model
 from osd.verification.noise import Noise
 from osd.verification.sampling import GREEDY
 from osd.verification.tree import ROOT
 from tests.tiny import VOCABULARY
 from tests.unit.drafting.driver import Driver
-from tests.unit.drafting.sequences import at_places, expand_chain
-from tests.unit.learning.toys import make_trace
+from tests.unit.drafting.sequences import at_places, expand_chain, loss_at_cuts, trace_batch
 
 TOKENS, LENGTH = 3, 20
 
 
 def made(target_dir: Path, **more: int) -> PromptTokens:
     torch.manual_seed(3)
-    drafter = initial(PromptTokensSettings(tokens=TOKENS, **more), target_dir, target_dir)
-    assert isinstance(drafter, PromptTokens)
-    return drafter
+    return initial(PromptTokensSettings(tokens=TOKENS, **more), target_dir, target_dir)
 
 
 def some_tokens(count: int = 2) -> Tensor:
@@ -59,29 +53,6 @@ def propose(session: PromptTokensSession, growth: Growth, limits: Sequence[int])
     return session.propose(request_of(limits), growth, Noise(index, index, index))
 
 
-def target_of(directory: Path, drafter: PromptTokens, bucketed: bool = False) -> SlotModel:
-    needs = drafter.needs
-    return SlotModel(
-        load_model(directory, "float32", "cpu"),
-        slots=2, context=64, scratch=9 + needs.riders, bucketed=bucketed, embeddings=needs.embeddings,
-    )  # fmt: skip
-
-
-def verified(target: SlotModel, tokens: list[int], tree: Tree, embedded: Tensor | None) -> TargetRows:
-    """Verify a draft after ``tokens``, whose last token is unread, and accept the first node only."""
-    builder = RowBuilder()
-    start = len(tokens) - 1
-    if start:
-        builder.tokens(0, 0, tokens[:-1])
-    row = builder.tokens(0, start, tokens[-1:])
-    riders = [target.vocabulary - 1 - rider for rider in tree.rider_tokens]
-    builder.draft(0, len(tokens), [*tree.tokens, *riders], [*tree.parents, *tree.rider_parents])
-    rows = builder.build()
-    rows = replace(rows, embedded=embedded)
-    forward = target.forward(rows, torch.arange(row, len(builder)))
-    return TargetRows(tree, [0] if tree.tokens else [], forward.logits.clone(), None)
-
-
 def answers(session: PromptTokensSession) -> list[Tensor]:
     """Return the target's logits at each prompt token after the text of slot 0."""
     (reached,) = session.reach([0]).tokens
@@ -91,21 +62,13 @@ def answers(session: PromptTokensSession) -> list[Tensor]:
 @pytest.mark.parametrize("bucketed", [False, True], ids=["kernels", "bucketed"])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_rider_logits_equal_training_logits(target_dir: Path, copies: int, bucketed: bool) -> None:
-    drafter = made(target_dir, copies=copies)
-    session, target = drafting(drafter, 1), target_of(target_dir, drafter, bucketed)
-    text = some_tokens(1)[0].tolist()
-    session.open(0, text[0])
-    session.commit(0, CommittedTokens(text[1:8]))
-    growth = GROWTHS["chain"](depth=1)
-    first = propose(session, growth, [1])
-    assert first.trees[0].tokens == []
-    session.commit(0, CommittedTokens([text[8]], None, verified(target, text[:8], first.trees[0], first.embedded)))
-    second = propose(session, growth, [1])
-    tree = Tree(text[9:10], [-1], ["prompt_tokens"], second.trees[0].rider_tokens, second.trees[0].rider_parents)
-    first_answers = answers(session)
-    session.commit(0, CommittedTokens(text[9:11], None, verified(target, text[:9], tree, second.embedded)))
+    drafter, text = made(target_dir, copies=copies), some_tokens(1)[0].tolist()
+    driver = Driver(drafter, target_dir, bucketed=bucketed)
+    driver.read(0, text[:9])
+    first_answers = answers(driver.session)
+    driver.accept(0, text[9], text[10])
     # After 8 and after 10 tokens, each followed by one token of the target.
-    for logits, length in ((first_answers, 8), (answers(session), 10)):
+    for logits, length in ((first_answers, 8), (answers(driver.session), 10)):
         assert len(logits) == TOKENS
         for level, got in enumerate(logits):
             batch = at_places(torch.tensor([text]), None, [(0, length + 1 + level)])
@@ -194,10 +157,6 @@ def test_riders_of_another_draft_follow_its_likely_end(target_dir: Path) -> None
     assert ridden(useless, [0.9, 0.8, 0.1, 0.0, 0.0], 20) == [[1, 5, 6]] + [[]] * 19  # the first step probes
 
 
-def batch_of(seed: int = 1, completion: int = 40) -> DistillBatch:
-    return collate([make_trace(f"{n}", prompt=3 + n, completion=completion, seed=seed + n) for n in range(2)])
-
-
 def test_cuts_of_a_forward_are_independent(target_dir: Path) -> None:
     drafter = made(target_dir, copies=2)
     tokens = some_tokens()
@@ -211,22 +170,13 @@ def test_cuts_of_a_forward_are_independent(target_dir: Path) -> None:
 
 
 def test_loss_sums_prompt_tokens_at_their_places(target_dir: Path) -> None:
-    drafter, batch = made(target_dir), batch_of(completion=12)
+    drafter, batch = made(target_dir), trace_batch(completion=12)
     objective = DistillationObjective.of(TrainerSettings(), 0)
     loss = drafter.loss(batch, objective)
-    goal = torch.zeros(())
-    levels = drafter.unroll(batch, TOKENS)
-    for level, logits in enumerate(levels):
-        # Places that follow a cut, which is two places before a place of the batch.
-        exists = torch.tensor([
-            bool(((batch.sequence == s) & (batch.place == p - level)).any())
-            for s, p in zip(batch.sequence.tolist(), batch.place.tolist(), strict=True)
-        ]) & (batch.place - level >= 2)  # fmt: skip
-        goal = goal + 0.8**level / TOKENS * objective.loss(batch.select(exists), [logits[exists]], None).value
+    goal = loss_at_cuts(drafter.unroll(batch, TOKENS), batch, objective)
     assert loss.value.item() == pytest.approx(goal.item(), rel=1e-4)
     loss.value.backward()
     grad = drafter.prompts.grad
-    assert grad is not None
     assert (grad.flatten(1).norm(dim=1) > 0).all()
 
 
@@ -234,7 +184,7 @@ def test_training_changes_the_embeddings_only(target_dir: Path) -> None:
     target = load_model(target_dir, "float32", "cpu")
     drafter = PromptTokens.from_target(target, TOKENS)
     distiller = Distiller(drafter, TrainerSettings(update_tokens=1))
-    distiller.step(batch_of())
+    distiller.step(trace_batch())
     assert all(parameter.grad is None for parameter in target.parameters())
     assert list(drafter.trained()) == ["prompts"]
     assert {name: list(value.shape) for name, value in drafter.weights().items()} == {
@@ -244,7 +194,7 @@ def test_training_changes_the_embeddings_only(target_dir: Path) -> None:
 
 def test_cuts_depend_on_the_step_alone(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osd.drafting.prompt_tokens.cuts._CUTS", 3)
-    drafter, batch = made(target_dir), batch_of()
+    drafter, batch = made(target_dir), trace_batch()
     objective = DistillationObjective.of(TrainerSettings(), 0)
     with torch.no_grad():
         first, second = (float(drafter.loss(batch, objective).value) for _ in range(2))

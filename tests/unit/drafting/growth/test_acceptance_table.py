@@ -81,7 +81,6 @@ def test_due_intervals_grow() -> None:
 def live(growth: StaticTree, depths: list[list[float]], drafts: int = 2000) -> list[tuple[int, ...]]:
     """Return the paths of ``growth`` after traffic that accepts candidates with the shares ``depths``."""
     chance = random.Random(1)  # noqa: S311 - repeatable, not secret
-    assert growth.table is not None
     for draft in range(drafts):
         parents, path, at = list(shape_of_paths(growth.paths)), [], -1
         while len(path) < len(depths):
@@ -101,7 +100,7 @@ def live(growth: StaticTree, depths: list[list[float]], drafts: int = 2000) -> l
 
 def test_static_tree_shape_follows_acceptance_by_rank() -> None:
     def grown(shares: list[float]) -> list[tuple[int, ...]]:
-        return live(GROWTHS["static_tree"](acceptance=[0.5, 0.2, 0.1], budget=4, depth=4), [shares] * 4)  # type: ignore[arg-type]
+        return live(GROWTHS["static_tree"](acceptance=[0.5, 0.2, 0.1], budget=4, depth=4), [shares] * 4)
 
     assert grown([0.95, 0.01, 0.01]) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
     assert sorted(grown([0.3, 0.28, 0.27]))[:1] == [(0,)]
@@ -110,8 +109,8 @@ def test_static_tree_shape_follows_acceptance_by_rank() -> None:
 
 def test_sparse_tree_follows_acceptance_by_depth() -> None:
     growth = GROWTHS["sparse_tree"](PRIOR, budget=4)
-    assert set(live(growth, [[0.4, 0.3, 0.2], [0.02, 0.01], [0.01]])) >= {(0,), (1,), (2,)}  # type: ignore[arg-type]
-    assert (0, 0, 0) in live(growth, [[0.9, 0.02, 0.01], [0.9, 0.01], [0.9]])  # type: ignore[arg-type]
+    assert set(live(growth, [[0.4, 0.3, 0.2], [0.02, 0.01], [0.01]])) >= {(0,), (1,), (2,)}
+    assert (0, 0, 0) in live(growth, [[0.9, 0.02, 0.01], [0.9, 0.01], [0.9]])
 
 
 @pytest.mark.parametrize("kind", ["static_tree", "sparse_tree"])
@@ -120,17 +119,17 @@ def test_reshape_follows_row_costs_within_the_budget(kind: str) -> None:
     growth = GROWTHS[kind](budget=5, **parameters)
     assert growth.max_nodes == 5
     assert not growth.chains
-    assert growth.reshape(STEEP)  # type: ignore[attr-defined]
+    assert growth.reshape(STEEP)
     assert growth.max_nodes == 1
     assert not growth.chains, "later shapes may have branches"
-    assert not growth.reshape(STEEP)  # type: ignore[attr-defined]
-    assert growth.reshape(FLAT)  # type: ignore[attr-defined]
+    assert not growth.reshape(STEEP)
+    assert growth.reshape(FLAT)
     assert growth.max_nodes == 5
 
 
 def test_static_tree_of_paths_keeps_its_shape() -> None:
     growth = GROWTHS["static_tree"](paths=[(0,), (1,)])
-    assert not growth.reshape(FLAT)  # type: ignore[attr-defined]
+    assert not growth.reshape(FLAT)
     assert growth.max_nodes == 2
 
 

@@ -180,9 +180,7 @@ def grown(growth: SparseTree, tokens: list[int], limit: int = 100) -> DraftBatch
 
 def test_sparse_tree_uses_the_tree_of_each_state() -> None:
     growth = GROWTHS["sparse_tree"](ranks=TABLE, budget=6)
-    assert isinstance(growth, SparseTree)
     draft = grown(growth, [0, 1, 2, 3, 2])
-    assert growth.plan is not None
     assert draft.sizes.tolist() == [len(growth.plan.states[state].paths) for state in (0, 1, 2, 3, 2)]
     assert draft.depths().amax(-1).tolist() == [0, 1, 2, 3, 2]
     assert grown(growth, [3], limit=2).sizes.tolist() == [2]
@@ -192,9 +190,7 @@ def test_sparse_tree_uses_the_tree_of_each_state() -> None:
 
 def test_sparse_tree_plan_follows_rates_and_row_costs() -> None:
     growth = GROWTHS["sparse_tree"](ranks=TABLE, budget=4)
-    assert isinstance(growth, SparseTree)
     grown(growth, [3])
-    assert growth.plan is not None
     before = growth.plan
     for _ in range(16):
         growth.observe([DraftOutcome([-1, 0, 1], [])], lambda share: {1: 1.0, 2: 1.2, 32: 8.0})

@@ -137,7 +137,6 @@ def test_purge_accepts_ids_of_responses_and_choices(snapshots, memory, name):
     assert snapshots.purge(name) == 4
     assert restored(snapshots).used() == 4
     about = snapshots.about("general")
-    assert about is not None
     assert (about.created, about.entries) == (written.created, 1024), "purging keeps the time of the snapshot"
     assert snapshots.purge(name) == 0
 
@@ -149,7 +148,7 @@ def test_purge_skips_snapshots_to_which_it_is_applied(snapshots, memory):
     assert snapshots.purge("chatcmpl-2e") == 4
 
 
-def test_purged_snapshot_that_cannot_be_written_is_removed(snapshots, memory, tmp_path, monkeypatch):
+def test_purged_snapshot_that_cannot_be_written_is_removed(snapshots, memory, monkeypatch):
     def fail(*arguments, **options):
         raise OSError(28, "No space left on device")
 
