@@ -186,32 +186,26 @@ def test_row_is_bitwise_equal_in_a_chunk_and_alone(
         assert torch.equal(out[0], together[row])
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda case: replace(case, key=case.key.repeat(1, 2, 1), value=case.value.repeat(1, 2, 1)),
-        lambda case: replace(case, value=case.value[..., :8]),
-        lambda case: replace(case, keys=case.keys[..., :8], values=case.values[..., :8]),
-    ],
-    ids=["more heads", "narrower values", "narrower slots"],
-)
-def test_native_attention_refuses_tensors_of_other_sizes(
-    spoil: Callable[[Case], Case], native: type[AttentionBackend]
-) -> None:
-    with pytest.raises(ValueError, match="do not fit slots of"):
+FIT = "do not fit slots of"
+UNFIT: dict[str, tuple[Callable[[Case], Case], str]] = {
+    "more heads": (lambda case: replace(case, key=case.key.repeat(1, 2, 1), value=case.value.repeat(1, 2, 1)), FIT),
+    "narrower values": (lambda case: replace(case, value=case.value[..., :8]), FIT),
+    "narrower slots": (lambda case: replace(case, keys=case.keys[..., :8], values=case.values[..., :8]), FIT),
+    "mixed dtypes": (lambda case: replace(case, key=case.key.bfloat16()), r"keys in torch\.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_native_attention_refuses_unfit_tensors(name: str, native: type[AttentionBackend]) -> None:
+    spoil, message = UNFIT[name]
+    with pytest.raises(ValueError, match=message):
         spoil(make()).run(native)
-
-
-def test_native_attention_refuses_mixed_dtypes(native: type[AttentionBackend]) -> None:
-    case = make()
-    with pytest.raises(ValueError, match=r"keys in torch\.bfloat16"):
-        replace(case, key=case.key.bfloat16()).run(native)
 
 
 def test_model_without_keyword_arguments_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 8)
     with pytest.raises(NotImplementedError, match="SimpleNamespace does not pass keyword arguments on"):
-        slot_attention(SimpleNamespace(layer_idx=0), x, x, x, None)  # type: ignore[arg-type]
+        slot_attention(SimpleNamespace(layer_idx=0), x, x, x, None)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +220,7 @@ def test_grid_of_all_slots_reads_them_in_place(
 
     def attending(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
         read.append([part.untyped_storage().data_ptr() for part in (key, value)])
-        return attend(query, key, value, **more)  # type: ignore[arg-type]
+        return attend(query, key, value, **more)
 
     monkeypatch.setattr("osd.runtime.attention.grid.F.scaled_dot_product_attention", attending)
     out, cache = padded(case, GridAttention)

@@ -23,9 +23,7 @@ def seen(rows: PackedRows, row: int) -> list[int]:
 
 @settings(deadline=None, database=None, derandomize=True, max_examples=100)
 @given(sequences)
-def test_row_sees_earlier_places_and_a_node_its_path(
-    batch: list[tuple[int, int, list[int]]],
-) -> None:
+def test_row_sees_earlier_places_and_a_node_its_path(batch: list[tuple[int, int, list[int]]]) -> None:
     builder, goal = RowBuilder(), []
     for slot, (start, count, parents) in enumerate(batch):
         assert builder.tokens(slot, start, range(100, 100 + count)) == len(goal)

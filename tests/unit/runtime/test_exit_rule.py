@@ -169,7 +169,7 @@ def test_forward_of_a_leaving_row_skips_later_layers() -> None:
         ran.append(layers)
         return forward(rows, wanted, layers, states)
 
-    model.forward = watched  # type: ignore[method-assign]
+    model.forward = watched
     result = resume(model, rows, torch.tensor([0]), [], sure)
     assert result.left == {0: 1}
     assert not ran

@@ -90,19 +90,17 @@ def test_padding_changes_no_place_that_a_row_can_see() -> None:
 def test_forwards_of_one_bucket_share_a_graph() -> None:
     model = bucketed("llama", (1,))
     first = model.forward(rows_of([(0, 0, prompt(5))]), everything(5))
-    kept, states = first.logits.clone(), first.hidden.clone()  # type: ignore[union-attr]
+    kept, states = first.logits.clone(), first.hidden.clone()
     again = model.forward(rows_of([(3, 0, prompt(7, 1))]), everything(7))
     assert len(model.bucketed) == 1
     assert again.logits.shape[0] == 7
     assert torch.equal(first.logits, kept)
-    assert torch.equal(first.hidden, states)  # type: ignore[arg-type]
+    assert torch.equal(first.hidden, states)
     model.forward(rows_of([(0, 5, prompt(9))]), everything(1))
     assert len(model.bucketed) == 1, "a forward larger than drafts is not recorded"
 
 
-def test_recorded_forward_reads_the_same_addresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recorded_forward_reads_the_same_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = slotted("llama"), bucketed("llama")
     seen: list[list[int]] = []
 
@@ -153,10 +151,10 @@ def test_recorded_forward_reads_no_device_values(family: str, nodes: int) -> Non
 def test_recordable_is_false_for_experts_and_dynamic_angles() -> None:
     config = build("llama").config
     assert recordable(config)
-    config.num_local_experts = 8  # type: ignore[union-attr]
+    config.num_local_experts = 8
     assert not recordable(config)
-    config.num_local_experts = None  # type: ignore[union-attr]
-    config.rope_parameters = {"full_attention": {"rope_type": "dynamic"}}  # type: ignore[union-attr]
+    config.num_local_experts = None
+    config.rope_parameters = {"full_attention": {"rope_type": "dynamic"}}
     assert not recordable(config)
 
 
@@ -244,8 +242,8 @@ def test_lean_layer_launches_at_most_22_kernels() -> None:
     counts = {}
     for layers in (1, 3):
         model = build("llama")
-        model.model.layers = model.model.layers[:layers]  # type: ignore[union-attr, index, operator]
-        model.config.num_hidden_layers = layers  # type: ignore[union-attr]
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = layers
         model.to("meta")
         slots = SlotModel(model, slots=SLOTS, context=64, scratch=SCRATCH, bucketed=True)
         buffer = RowBuffer(GridShape(8, 8, 2, 4, 64, 0), slots.cache)

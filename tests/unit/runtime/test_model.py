@@ -111,15 +111,6 @@ def test_forward_of_a_tree_equals_each_path_alone(family: str) -> None:
         close(got[5 + node], logits_of(plain, tokens + path)[-1])
 
 
-def test_keep_of_a_path_makes_it_the_context(family: str) -> None:
-    plain, model, tokens, drafted = build(family), slotted(family), prompt(12), prompt(4, 9)
-    model.forward(rows_of([(1, 0, tokens + drafted)], {0: [-1, -1, 1, 0]}), everything(1))
-    model.cache.keep(1, 12, [1, 2])
-    after = prompt(3, 5)
-    got = model.forward(rows_of([(1, 14, after)]), everything(3)).logits
-    close(got, logits_of(plain, tokens + drafted[1:3] + after)[14:])
-
-
 def test_taps_are_the_outputs_of_their_layers(family: str) -> None:
     plain, model, tokens = build(family), slotted(family, (0, -1, 1)), prompt(11)
     with tapped(plain, (0, 1, 2)) as seen:  # see test_taps
@@ -201,7 +192,7 @@ def test_rotary_angles_equal_those_of_transformers(rope: str, fused: bool) -> No
 @pytest.mark.parametrize("family", ["llama", "qwen2 with tied embeddings", "olmo2", "gpt_neox"])
 def test_embedded_row_equals_the_token_of_its_embedding(family: str, bucketed: bool) -> None:
     model, tokens = build(family), prompt(9)
-    goal, words = logits_of(model, tokens), model.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
+    goal, words = logits_of(model, tokens), model.get_input_embeddings().weight.detach().clone()
     slots = SlotModel(model, slots=2, context=64, scratch=8, bucketed=bucketed, embeddings=2)
     for places in ([4, 7], [7, 2], [5]):  # each overwrites the embeddings of the previous one
         ids = tokens.copy()
@@ -230,5 +221,5 @@ def test_model_without_known_layers_is_refused_by_name() -> None:
 )
 def test_ends_of_text_are_those_of_both_configurations(configured: Any, generated: Any, ends: set[int]) -> None:
     model = nn.Module()
-    model.config, model.generation_config = (SimpleNamespace(eos_token_id=ids) for ids in (configured, generated))  # type: ignore[assignment]
+    model.config, model.generation_config = (SimpleNamespace(eos_token_id=ids) for ids in (configured, generated))
     assert eos_ids(model) == ends

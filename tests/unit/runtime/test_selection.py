@@ -234,7 +234,7 @@ def test_reused_selection_loses_no_tokens(rule: type[AttentionBackend]) -> None:
 def test_compact_selection_equals_a_text_of_its_tokens() -> None:
     """Compare one layer over selected tokens of a long text with transformers over a text of only these tokens."""
     text, model = prompt(60, 3), build_first()
-    model.config.num_hidden_layers = 1  # type: ignore[union-attr]
+    model.config.num_hidden_layers = 1
     slots = SlotModel(model, slots=1, context=64, scratch=8)
     sizes = SelectionSizes(initial=2, top=6, local=4, threshold=0.9, compact=True)
     selection = TokenSelection(sizes, inverse_frequencies(slots.model), 4, slots.cache)
@@ -248,7 +248,7 @@ def test_compact_selection_equals_a_text_of_its_tokens() -> None:
 
 def build_first() -> torch.nn.Module:
     model = build("llama")
-    del model.model.layers[1:]  # type: ignore[union-attr, operator]
+    del model.model.layers[1:]
     return model
 
 

@@ -45,14 +45,8 @@ def test_top_numbers_rows_over_leading_axes_and_maps_ids(way):
     assert result.ids[0].tolist() == (1000 + logits[2, 1].topk(3).indices).tolist()
 
 
-def test_top_of_a_tensor_slice_reads_its_places(way):
-    logits = random(4, 300)[1:, 20:250]
-    result = most_probable(logits, [2, 0], 4)
-    assert result.ids.tolist() == logits[[2, 0]].topk(4).indices.tolist()
-
-
-def test_top_of_float64_logits_is_correct(way):
-    logits = random(3, 200).double()
+@pytest.mark.parametrize("logits", [random(4, 300)[1:, 20:250], random(3, 200).double()], ids=["slice", "float64"])
+def test_top_reads_tensors_of_any_strides_and_dtype(way, logits):
     result = most_probable(logits, [2, 0], 4)
     assert result.ids.tolist() == logits[[2, 0]].topk(4).indices.tolist()
 

@@ -175,7 +175,7 @@ def test_resolve_in_three_threads_converts_once(quantised, tmp_path):
     assert len(set(directories)) == 1
 
 
-def test_resolve_ignores_the_remains_of_a_killed_process(quantised, tmp_path, monkeypatch):
+def test_resolve_ignores_the_remains_of_a_killed_process(quantised, tmp_path):
     directory = resolve(str(quantised), tmp_path)
     left = directory.with_name(f".{directory.name}.part")
     shutil.move(directory, left)

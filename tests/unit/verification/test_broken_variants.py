@@ -14,15 +14,7 @@ from osd.drafting.growth import GROWTHS, DraftBudget, Growth
 from osd.verification import VERIFICATIONS, Verdict
 from osd.verification.noise import Purpose
 from osd.verification.tree import DraftBatch, Draw
-from tests.unit.verification.enumeration import (
-    ForkingNoise,
-    Toy,
-    as_if,
-    largest_error,
-    law_of,
-    plain_sampling,
-    step_of,
-)
+from tests.unit.verification.enumeration import ForkingNoise, Toy, as_if, largest_error, law_of, plain_sampling, step_of
 
 PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)])
 TOP_PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.DETERMINISTIC)
@@ -221,7 +213,7 @@ def ensemble(draft: DraftBatch, p: Tensor, noise: ForkingNoise) -> Verdict:
     """Verify by a mixture of p and q."""
     mixed = 0.9 * p
     mixed[:, :-1] += 0.1 * draft.q[draft.q_row]
-    return VERIFICATIONS["chain"].verify(draft, mixed / mixed.sum(-1, keepdim=True), noise)  # type: ignore[arg-type]
+    return VERIFICATIONS["chain"].verify(draft, mixed / mixed.sum(-1, keepdim=True), noise)
 
 
 @pytest.mark.parametrize("verify", [typical, ensemble])

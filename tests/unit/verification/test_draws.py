@@ -63,7 +63,7 @@ def test_sparse_q_gives_the_output_law_of_dense_q(rule: str, support: int) -> No
             draft = growth.grow(toy, plain_sampling(batch), noise, DraftBudget(torch.full((batch,), growth.max_nodes)))
             draft = sparse(draft, kept) if kept else draft
             check_integrity(draft)
-            draft = replace(draft, q=draft.q.flip(1)) if exchanged else draft  # type: ignore[union-attr]
+            draft = replace(draft, q=draft.q.flip(1)) if exchanged else draft
             return draft, VERIFICATIONS[rule].verify(draft, toy.target(draft), noise)
 
         return law_of(run, toy, 3)
@@ -162,7 +162,7 @@ def test_rule_that_reads_q_refuses_draft_without_q(rule: str) -> None:
     toy = Toy.random(5, 3, 3)
     draft = chosen_tree(toy, 2)
     with pytest.raises(ValueError, match="without distributions"):
-        VERIFICATIONS[rule].verify(draft, toy.target(draft), ForkingNoise([(), ()]))  # type: ignore[arg-type]
+        VERIFICATIONS[rule].verify(draft, toy.target(draft), ForkingNoise([(), ()]))
 
 
 def test_builder_mixes_sparse_draws_and_chosen_tokens() -> None:

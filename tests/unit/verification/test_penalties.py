@@ -145,9 +145,7 @@ def test_path_tokens_start_at_the_node() -> None:
 
 
 @pytest.mark.parametrize("support", [None, [0, 2, 5, 6, 9, 10], [10, 6, 5, 0, 9, 2]], ids=str)
-def test_withheld_tokens_have_no_probability_while_early(
-    support: list[int] | None,
-) -> None:
+def test_withheld_tokens_have_no_probability_while_early(support: list[int] | None) -> None:
     ids = list(range(VOCABULARY)) if support is None else support
     settings = [SETTINGS[0], *[SamplingParams()] * 3]
     withheld = [

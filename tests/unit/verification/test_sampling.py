@@ -10,7 +10,7 @@ from osd.verification.sampling import SamplingBatch, SamplingParams, draw
 
 def batch(*settings: tuple[float, ...]) -> SamplingBatch:
     """Return the batch of tuples of temperature, top-k, top-p and optionally min-p."""
-    return SamplingBatch.of([SamplingParams(*values) for values in settings])  # type: ignore[arg-type]
+    return SamplingBatch.of([SamplingParams(*values) for values in settings])
 
 
 def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:

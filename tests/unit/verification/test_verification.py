@@ -105,7 +105,7 @@ def test_empty_draft_gives_a_token_of_the_target(rule: str) -> None:
 
     def plain(noise: ForkingNoise, batch: int) -> tuple[DraftBatch, Verdict]:
         draft = DraftBatch.empty(batch)
-        return draft, VERIFICATIONS[rule].verify(draft, toy.p[:1].expand(batch, 1, -1), noise)  # type: ignore[arg-type]
+        return draft, VERIFICATIONS[rule].verify(draft, toy.p[:1].expand(batch, 1, -1), noise)
 
     assert law_of(plain, toy, 1).error < 1e-9
 
