@@ -105,6 +105,7 @@ def test_cut_keeps_the_tokens_before_its_positions():
         ({"target_tail": Array.of(np.zeros(8, np.float16))}, "do not sum to one"),
         ({"target_ids": Array.of(np.full((8, VOCABULARY), 99, np.int32))}, "target_ids has an id outside"),
         ({"prompt_ids": Array.of(np.full(4, -1, np.int32))}, "prompt_ids has an id outside"),
+        ({"drafted": Array.of(np.full(8, VOCABULARY, np.int32))}, "drafted has an id outside"),
         ({"prompt_ids": Array.of(np.array([], np.int32))}, "empty prompt"),
         ({"target_logp": Array.of(np.zeros((8, 2), np.float16))}, "do not match"),
         ({"hidden": None}, "the record has none"),

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, TraceError
+from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
 from osd.config import TrainerSettings
 from osd.drafting.base import DrafterError
-from osd.learning.batch import check, collate
+from osd.learning.batch import collate
 from osd.learning.distiller import Distiller, DistillerError
 from osd.learning.head_training import HeadTraining, drafted_depths
 from tests.unit.learning.toys import HIDDEN, VOCABULARY, Toy, make_trace
@@ -160,11 +160,3 @@ def test_state_without_a_head_loads_and_a_wrong_one_fails():
     assert distiller.steps == 1
     with pytest.raises(DistillerError, match="acceptance_optimizer"):
         distiller.load_state_dict(tensors | {"acceptance_optimizer.exp_avg.other": torch.zeros(1)}, counters)
-
-
-def test_drafted_id_outside_the_vocabulary_is_refused():
-    trace = drafted(0)
-    spoilt = trace.drafted.numpy().copy()
-    spoilt[0] = VOCABULARY
-    with pytest.raises(TraceError, match="drafted has an id outside"):
-        check(msgspec.structs.replace(trace, drafted=Array.of(spoilt)), VOCABULARY, HIDDEN)

@@ -16,10 +16,14 @@ HELD = [name for n in range(400) if is_held_out(name := f"r{n}", 0.1)]
 BAND = [name for name in TRAIN if is_held_out(name, 1 / 3)]  # held out while less than ``min_held_out`` is held out
 
 
+def fill(replay, names, **fields):
+    """Add a record of each name, and return the keys of the records that it replaces."""
+    return [key for name in names for key in replay.add(make_trace(name, **fields)).evicted]
+
+
 def filled(count=20, tokens=10_000, seed=0):
     replay = Replay(tokens, 0.1, seed)
-    for name in TRAIN[:count]:
-        replay.add(make_trace(name))
+    fill(replay, TRAIN[:count])
     return replay
 
 
@@ -82,7 +86,7 @@ def test_retired_held_out_records_are_replaced():
 
 def test_token_limit_evicts_the_oldest_records():
     replay = Replay(100, 0.1)  # room for 7 records of 12 tokens
-    left = [key for name in TRAIN[:10] for key in replay.add(make_trace(name)).evicted]
+    left = fill(replay, TRAIN[:10])
     assert left == [(name, 0) for name in TRAIN[:3]]
     assert replay.tokens <= 100
     assert replay.fresh_records == 7
@@ -110,8 +114,7 @@ def test_sample_mixes_old_and_fresh_records():
     replay = filled(20)
     while replay.fresh_records:
         replay.sample(48)
-    for name in TRAIN[20:40]:
-        replay.add(make_trace(name))
+    fill(replay, TRAIN[20:40])
     samples = [replay.sample(96) for _ in range(4)]
     fresh = [name for sample in samples for name, _ in sample.fresh]
     everything = [trace.request_id for sample in samples for trace in sample.traces]
@@ -171,8 +174,7 @@ def test_long_prompt_is_cut_and_the_completion_kept(completion):
 
 def test_held_out_returns_the_newest_and_at_least_one():
     replay = Replay(10_000, 0.1)
-    for name in HELD[:8]:
-        replay.add(make_trace(name))
+    fill(replay, HELD[:8])
     for tokens, names in ((40, HELD[5:8]), (36, HELD[5:8]), (1, HELD[7:8])):
         assert [trace.request_id for trace in replay.held_out(tokens)] == names
 
@@ -197,8 +199,7 @@ def test_anchors_are_a_uniform_sample_of_the_past():
     names = [f"r{n}" for n in range(2000)]
     train = [name for name in names if not is_held_out(name, 0.1)]
     replay = Replay(1200, 0.1, anchors=0.3)  # room for 60 newest of 12 tokens, and 30 anchors
-    for name in names:
-        replay.add(make_trace(name))
+    fill(replay, names)
     sampled = kept(replay)
     assert set(train[-60:]) <= sampled
     old = sorted(train.index(name) for name in sampled - set(train[-60:]))
@@ -212,31 +213,26 @@ def test_anchors_are_a_uniform_sample_of_the_past():
 
 def test_anchors_do_not_depend_on_the_order():
     first, second = Replay(1200, 0.1, anchors=0.3), Replay(1200, 0.1, anchors=0.3)
-    for name in TRAIN[:200]:
-        first.add(make_trace(name))
-    for name in TRAIN[199::-1]:
-        second.add(make_trace(name))
+    fill(first, TRAIN[:200])
+    fill(second, TRAIN[199::-1])
     tail = [f"t{n}" for n in range(100) if not is_held_out(f"t{n}", 0.1)]
-    for name in tail:
-        first.add(make_trace(name))
-        second.add(make_trace(name))
+    fill(first, tail)
+    fill(second, tail)
     assert kept(first) == kept(second)
     assert kept(first) & set(TRAIN[:200])
 
 
 def test_anchor_delivered_again_is_a_duplicate():
     replay = Replay(1200, 0.1, anchors=0.3)
-    for name in TRAIN:
-        replay.add(make_trace(name))
+    fill(replay, TRAIN)
     (anchor, *_) = kept(replay) - set(TRAIN[-60:])
     assert replay.add(make_trace(anchor)).part == "duplicate"
 
 
 def test_flood_of_a_domain_leaves_others_their_share():
     replay = Replay(400, 0.1)  # room for 30 records of 12 tokens
-    for name in TRAIN[:14]:
-        replay.add(make_trace(name, domain="quiet"))
-    left = [key for name in TRAIN[20:220] for key in replay.add(make_trace(name, domain="loud")).evicted]
+    fill(replay, TRAIN[:14], domain="quiet")
+    left = fill(replay, TRAIN[20:220], domain="loud")
     assert len(left) == 184
     assert not {name for name, _ in left} & set(TRAIN[:14])
     assert set(TRAIN[:14]) <= kept(replay)
@@ -244,9 +240,8 @@ def test_flood_of_a_domain_leaves_others_their_share():
 
 def test_large_domain_gives_way_to_a_new_one():
     replay = Replay(400, 0.1)
-    for name in TRAIN[:30]:
-        replay.add(make_trace(name, domain="loud"))
-    left = [key for name in TRAIN[30:60] for key in replay.add(make_trace(name, domain="new")).evicted]
+    fill(replay, TRAIN[:30], domain="loud")
+    left = fill(replay, TRAIN[30:60], domain="new")
     assert [name for name, _ in left[:15]] == TRAIN[:15]
     assert 14 <= len(kept(replay) & set(TRAIN[:30])) <= 16
 
@@ -300,11 +295,9 @@ def test_purge_removes_all_segments_from_every_part():
 def test_resize_evicts_like_a_smaller_buffer():
     replay = Replay(10_000, 0.1, anchors=0.2)
     names = TRAIN[:200] + HELD[:20]
-    for name in names:
-        replay.add(make_trace(name))
+    fill(replay, names)
     smaller = Replay(600, 0.1, anchors=0.2)
-    for name in names:
-        smaller.add(make_trace(name))
+    fill(smaller, names)
     left = replay.resize(600, math.inf)
     assert replay.tokens <= 600
     assert {part: replay.record_keys(part) for part in ("train", "held_out", "anchors")} == {

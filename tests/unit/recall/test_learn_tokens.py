@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from osd.recall.backends import text_bytes
-from osd.recall.memory import Backend, DraftQuery, Observation
-from osd.recall.native import NativeBackend
-from osd.recall.reference import PlainBackend
-from tests.unit.recall.backends import needs_kernels
+from osd.recall.memory import Backend, Observation
 
 TOKENS = np.random.default_rng(0).integers(12, size=(40, 4)).astype(np.int32)
 
@@ -24,22 +21,9 @@ def texts(backend: Backend, drafted: bool):
     return memory, text
 
 
-@needs_kernels
 @pytest.mark.parametrize("drafted", [True, False])
-def test_learn_tokens_in_kernels_equals_python(drafted):
-    (kernel, text), (reference, plain) = texts(NativeBackend(), drafted), texts(PlainBackend(), drafted)
-    assert kernel.used() == reference.used()
-    np.testing.assert_allclose(kernel.predict(text, 6)[1], reference.predict(plain, 6)[1], atol=1e-3)
-    drafts = [
-        backend.drafting().draft([DraftQuery(memory, sequence, 4, 0.0)], 4, 0.02, chains=True)
-        for backend, memory, sequence in ((NativeBackend(), kernel, text), (PlainBackend(), reference, plain))
-    ]
-    assert drafts[0].tokens == drafts[1].tokens
-    assert drafts[0].chances == pytest.approx(drafts[1].chances, abs=2e-3)
-
-
-def test_learn_tokens_equals_learn_with_probability_one(backend: Backend):
-    memory, text = texts(backend, drafted=True)
+def test_learn_tokens_equals_learn_with_probability_one(backend: Backend, drafted: bool):
+    memory, text = texts(backend, drafted)
     second_memory, second_text = backend.memory(1024), backend.text(256)
     second_text.append([1, 2, 3], certain=True)
     for tokens in TOKENS.tolist():
@@ -49,7 +33,8 @@ def test_learn_tokens_equals_learn_with_probability_one(backend: Backend):
             second_text.append([token], certain=False)
     assert torch.equal(memory.contents().places, second_memory.contents().places)
     assert torch.equal(memory.contents().entries, second_memory.contents().entries)
-    assert memory.predict(text, 6) == second_memory.predict(second_text, 6)
+    if drafted:  # predictions depend on the accuracy counts of drafts
+        assert memory.predict(text, 6) == second_memory.predict(second_text, 6)
 
 
 def test_learn_tokens_without_drafts_keeps_accuracy_counts(backend: Backend):

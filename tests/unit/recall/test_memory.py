@@ -83,9 +83,7 @@ def serve(
     *,
     seed: int = 0,
     sampled: bool = False,
-    limit: int = 6,
     keep: bool = True,
-    rounds: int = 15,
     first: int = 0,
     twin: tuple[Backend, Memory] | None = None,
     mixed: bool = False,
@@ -102,15 +100,15 @@ def serve(
         copy = twin[0].text(256) if twin else None
         if copy is not None:
             copy.append(tokens, certain=True)
-        for _ in range(rounds):
+        for _ in range(15):
             proposal = torch.full((1, 8), -1)
             proposal[0, 0] = (language.next(tokens) + number % 2) % VOCABULARY
             proposals = root_proposals(proposal) if mixed else None
-            query = DraftQuery(memory, text, limit, float(sampled), proposals)
-            draft, same = drafting.draft([query], limit, 0.05, chains=False), None
+            query = DraftQuery(memory, text, 6, float(sampled), proposals)
+            draft, same = drafting.draft([query], 6, 0.05, chains=False), None
             if twin and copy:
-                query = DraftQuery(twin[1], copy, limit, float(sampled), proposals)
-                same = twin[0].drafting().draft([query], limit, 0.05, chains=False)
+                query = DraftQuery(twin[1], copy, 6, float(sampled), proposals)
+                same = twin[0].drafting().draft([query], 6, 0.05, chains=False)
             after = contexts(tokens, draft)
             following, at, new, tested, kept = [-1] * len(after), 0, [], [], []
             while True:
@@ -151,7 +149,6 @@ def test_draft_in_kernels_equals_python(sampled: bool, mixed: bool) -> None:
     same = 0
     for step in rounds:
         # Nodes of equal chance may come in another order, and then the limit cuts a different node.
-        assert step.twin is not None
         assert step.draft.chances == pytest.approx(step.twin.chances, abs=2e-3)
         actual, expected = ((draft.tokens, draft.parents, draft.levels) for draft in (step.draft, step.twin))
         same += actual == expected
@@ -364,7 +361,6 @@ def test_draft_under_constraint_has_allowed_and_forced_nodes(backend: Backend, t
     assert max(map(len, paths)) >= 4
     for path, level, chance, parent in zip(paths, draft.levels, draft.chances, draft.parents, strict=True):
         mask = even_then_seven(path[:-1])
-        assert mask is not None
         assert mask[path[-1]], path
         forced = len(path) % 3 == 0
         assert (level == FORCED) == forced
