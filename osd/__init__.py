@@ -1,3 +1,3 @@
 """Speculative decoding whose drafter learns from the traffic it serves."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -40,7 +40,7 @@ def test_ray_service_has_only_fields_that_kuberay_knows(variant: str):
 
 
 def test_images_of_all_pods_are_set_in_one_place():
-    for variant, tag in (("base", "0.1.0"), ("gpu", "0.1.0-gpu"), ("vllm", "0.1.0-vllm")):
+    for variant, tag in (("base", "0.2.0"), ("gpu", "0.2.0-gpu"), ("vllm", "0.2.0-vllm")):
         cluster = ray_service(variant)["spec"]["rayClusterConfig"]
         groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
         images = {part["image"] for group in groups for part in group["template"]["spec"]["containers"]}

@@ -21,12 +21,20 @@ ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
 CYCLONEDX = "cyclonedx-bom==7.5.0"
 VERSIONED = {
-    "CHANGELOG.md": r"^## (\S+)",
-    "ray_cluster.yaml": r"image: osd:(\S+)",
+    "CHANGELOG.md": r"\A# Changelog\s+## (\S+)",
+    "CONTRIBUTING.md": r"(?:osd:|osd_llm-| v)(\d+\.\d+\.\d+)",
+    "deploy/Dockerfile": r"-t osd:(\d+\.\d+\.\d+)",
+    "deploy/compose.gpu.yaml": r"image: osd:(\S+)-gpu",
+    "deploy/compose.vllm.yaml": r"image: osd:(\S+)-vllm",
     "deploy/compose.yaml": r"image: osd:(\S+)",
     "deploy/kuberay/base/kustomization.yaml": r"newTag: ([^\s}]+)",
+    "deploy/kuberay/gpu/kustomization.yaml": r"newTag: ([^\s}]+)-gpu",
+    "deploy/kuberay/vllm/kustomization.yaml": r"newTag: ([^\s}]+)-vllm",
+    "docs/cluster.md": r"osd:(\d+\.\d+\.\d+)",
+    "osd/__init__.py": r'__version__ = "(\S+)"',
+    "ray_cluster.yaml": r"image: osd:(\S+)",
 }
-"""Files that name the version, and where the first name is."""
+"""Files that name the version, and where."""
 
 
 class ReleaseError(Exception):
@@ -41,9 +49,9 @@ def version() -> str:
     """
     number: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for name, pattern in VERSIONED.items():
-        named = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
-        if named is None or named[1] != number:
-            found = "no version" if named is None else f"version {named[1]}"
+        named: set[str] = set(re.findall(pattern, (ROOT / name).read_text()))
+        if named != {number}:
+            found = f"version {', '.join(sorted(named))}" if named else "no version"
             raise ReleaseError(f"{name} has {found}, and pyproject.toml has {number}: make them equal")
     return number
 
