@@ -93,7 +93,10 @@ def up(
             )
             console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
             console.print(f"Metrics     {service.url}/metrics")
-            console.print(f"Learning    {learned_traffic(settings)}\nCtrl-C stops everything.", soft_wrap=True)
+            console.print(f"Learning    {learned_traffic(settings)}", soft_wrap=True)
+            if shared := shared_learning(settings):
+                console.print(f"Sharing     {shared}", soft_wrap=True)
+            console.print("Ctrl-C stops everything.")
             _tell(console, f"started: {service.about()}")
             with _warm_start(service) as news:
                 _follow(service, console, news)
@@ -301,20 +304,48 @@ COMMANDS = tuple(
 
 
 def learned_traffic(settings: Settings) -> str:
-    """Return a line about the requests that a service learns from, and about clients that share the result."""
-    serving = settings.serving
-    recalls = settings.recalls and settings.engine.kind == "osd"
-    if not settings.capture.enabled or not (recalls or settings.trains):
+    """Return a line about the requests that a service captures and learns from, and the setting that decides it."""
+    if not settings.capture.enabled or not (settings.drafts or settings.engine.kind == "osd"):
         return "from no request"
-    consent = 'that do not set "store": false' if serving.capture_default else 'that set "store": true'
-    by_clients = ""
-    if serving.keys_file is not None and settings.engine.kind == "vllm":
-        by_clients = ", except requests of tenants"
-    elif serving.keys_file is not None:
-        by_clients = "; drafts of a tenant learn from its own requests, and keys without a tenant share theirs"
-        if settings.recalls and not settings.recall.shared:
-            by_clients += ", except recall's"
-    return f"from requests {consent}{by_clients}"
+    requests = 'those that set "store": true, because serving.capture_default is false'
+    if settings.serving.capture_default:
+        requests = 'all that do not set "store": false; serving.capture_default=false requires "store": true'
+    if settings.trains or _recalls(settings):
+        return f"from captured requests: {requests}"
+    return f"from no request; capture.enabled=true captures {requests}"
+
+
+def shared_learning(settings: Settings) -> str:
+    """Return a line about the clients that share what is learned, and the settings that separate them.
+
+    The line is empty for a service without keys, or that learns from no request.
+    """
+    serving, recalls = settings.serving, _recalls(settings)
+    if (
+        not (settings.capture.enabled and (settings.trains or recalls))
+        or (serving.keys_file or serving.api_key) is None
+    ):
+        return ""
+    trained = ["the trained drafter"] * settings.trains
+    both = " and ".join(["recall"] * recalls + trained)
+    if serving.keys_file is None:
+        return f"all clients share {both}; tenants in serving.keys_file separate them"
+    separated = "a tenant in serving.keys_file separates a key"
+    if settings.engine.kind == "vllm":
+        return f"all keys share the trained drafter, which learns from keys without a tenant; {separated}"
+    tenants = "data of a tenant serves this tenant only"
+    if not recalls:
+        return f"{tenants}; other keys share {both}; {separated}"
+    if settings.recall.shared:
+        return f"{tenants}; other keys share {both}; drafter.recall.shared=false separates recall, {separated}"
+    others = "".join(f", and share {name}" for name in trained)
+    return (
+        f"{tenants}; other keys have a recall of their own, because drafter.recall.shared is false{others}; {separated}"
+    )
+
+
+def _recalls(settings: Settings) -> bool:
+    return settings.recalls and settings.engine.kind == "osd"
 
 
 def _checks(settings: Settings, model: str | None, cluster: Path | None) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli.commands import learned_traffic
+from deploy.cli.commands import learned_traffic, shared_learning
 from osd.cli.app import app
 from osd.config import TRAINED_SETTINGS, ConfigError, Settings
 from osd.drafting.eagle.drafter import Eagle
@@ -89,32 +89,70 @@ def test_up_takes_settings_by_the_names_of_vllm(monkeypatch, tmp_path):
     assert (target.source, target.dtype, target.tensor_parallel) == ("an/id", "float32", 2)
 
 
+ALL = 'all that do not set "store": false; serving.capture_default=false requires "store": true'
+ASKED = 'those that set "store": true, because serving.capture_default is false'
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({}, 'from requests that do not set "store": false'),
-        ({"serving": {"capture_default": False}}, 'from requests that set "store": true'),
+        ({}, f"from captured requests: {ALL}"),
+        ({"serving": {"capture_default": False}}, f"from captured requests: {ASKED}"),
         ({"capture": {"enabled": False}}, "from no request"),
-        ({"drafter": {"kind": "none"}}, "from no request"),
-        (
-            {"serving": {"keys_file": "keys.yaml"}},
-            'from requests that do not set "store": false; drafts of a tenant learn from its own requests, and keys '
-            "without a tenant share theirs",
-        ),
-        (
-            {"serving": {"keys_file": "keys.yaml"}, "drafter": {"kind": "recall", "recall": {"shared": False}}},
-            'from requests that do not set "store": false; drafts of a tenant learn from its own requests, and keys '
-            "without a tenant share theirs, except recall's",
-        ),
-        (
-            {"engine": VLLM, "serving": {"keys_file": "/keys"}},
-            'from requests that do not set "store": false, except requests of tenants',
-        ),
-        ({"engine": VLLM, "trainer": {"enabled": False}}, "from no request"),
+        ({"drafter": {"kind": "none"}}, f"from no request; capture.enabled=true captures {ALL}"),
+        ({"drafter": {"kind": "eagle"}}, f"from captured requests: {ALL}"),
+        ({"serving": {"keys_file": "/keys"}}, f"from captured requests: {ALL}"),
+        ({"engine": VLLM}, f"from captured requests: {ALL}"),
+        ({"engine": VLLM, "trainer": {"enabled": False}}, f"from no request; capture.enabled=true captures {ALL}"),
+        ({"engine": VLLM, "drafter": {"kind": "none"}}, "from no request"),
     ],
 )
 def test_up_says_which_requests_it_learns_from(settings, line):
     assert learned_traffic(Settings.model_validate(settings)) == line
+
+
+TENANT = "data of a tenant serves this tenant only; other keys"
+SEPARATED = "a tenant in serving.keys_file separates a key"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {},
+            f"{TENANT} share recall and the trained drafter; drafter.recall.shared=false separates recall, {SEPARATED}",
+        ),
+        (
+            {"drafter": {"kind": "recall"}},
+            f"{TENANT} share recall; drafter.recall.shared=false separates recall, {SEPARATED}",
+        ),
+        (
+            {"drafter": {"kind": "recall", "recall": {"shared": False}}},
+            f"{TENANT} have a recall of their own, because drafter.recall.shared is false; {SEPARATED}",
+        ),
+        (
+            {"drafter": {"recall": {"shared": False}}},
+            f"{TENANT} have a recall of their own, because drafter.recall.shared is false, and share the trained "
+            f"drafter; {SEPARATED}",
+        ),
+        ({"drafter": {"kind": "eagle"}}, f"{TENANT} share the trained drafter; {SEPARATED}"),
+        (
+            {"engine": VLLM},
+            f"all keys share the trained drafter, which learns from keys without a tenant; {SEPARATED}",
+        ),
+        ({"capture": {"enabled": False}}, ""),
+        ({"drafter": {"kind": "none"}}, ""),
+    ],
+)
+def test_up_says_which_keys_share_what_is_learned(settings, line):
+    assert shared_learning(Settings.model_validate({**settings, "serving": {"keys_file": "/keys"}})) == line
+
+
+def test_up_says_what_clients_of_one_key_share():
+    assert shared_learning(Settings()) == ""
+    one_key = Settings.model_validate({"serving": {"api_key": "a-key-of-sixteen-letters"}})
+    shared = "all clients share recall and the trained drafter; tenants in serving.keys_file separate them"
+    assert shared_learning(one_key) == shared
 
 
 def test_replay_refuses_an_invalid_source(tmp_path):
