@@ -40,7 +40,7 @@ from benchmarks.options import StreamFile
 from osd import drafting
 from osd.capture.trace import Trace
 from osd.cli.common import ConfigFile, Overrides, settings_of
-from osd.cli.report import Json, Markdown, Table, check_files, conclude, say
+from osd.cli.report import Markdown, ReportFile, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import EarlyExitSettings, Settings
 from osd.drafting.early_exit import EarlyExit
@@ -69,7 +69,7 @@ def completion(
     ] = 3700,
     tokens: Annotated[int, typer.Option(min=2, max=64, help="Tokens of each completion.")] = 10,
     passes: Annotated[float, typer.Option(min=0.5, help="Training passes over the completions.")] = 1.0,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     markdown: Markdown = None,
     config: ConfigFile = None,
     overrides: Overrides = None,

@@ -18,7 +18,7 @@ from benchmarks.engines import BenchError, engine_with, loading, running
 from benchmarks.streams import decoding_rate, updates_of
 from osd import drafting
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.config import ChainSettings, TokenSelectSettings, drafter_of
 from osd.drafting.token_select import TokenSelectSession
 from osd.engine.engine import Engine
@@ -47,7 +47,7 @@ def context(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 64,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

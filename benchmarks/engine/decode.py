@@ -20,7 +20,7 @@ from benchmarks.options import Draft, Parallel, Prompts, Tokens
 from benchmarks.streams import TokenTimes, decoding_rate, updates_of
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.drafting.autoregressive import AutoregressiveSession, WholeDraft
 from osd.drafting.base import Drafter
 from osd.drafting.compatibility import IncompatibleError
@@ -61,7 +61,7 @@ def decode(
             help="Accept this share of the longest path of every draft and ignore the target's verdict.",
         ),
     ] = None,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

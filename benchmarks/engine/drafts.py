@@ -21,8 +21,8 @@ from benchmarks.engines import BenchError
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, Temperatures, TopP
 from osd.capture.tail import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
-from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
-from osd.cli.report import Json, Svg, check_files
+from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.report import ReportFile, Svg, check_files
 from osd.drafting.growth import DraftBudget, Reach
 from osd.engine.request import SamplingParams
 from osd.verification.noise import Noise
@@ -49,7 +49,8 @@ def drafts(
     temperature: Temperatures = [0.6, 1.0],  # noqa: B006 - typer reads it and changes nothing
     top_p: TopP = 1.0,
     contexts: Contexts = 32,
-    json_file: Json = None,
+    as_json: AsJson = False,
+    json_file: ReportFile = None,
     plot: Svg = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -57,11 +58,11 @@ def drafts(
     """Compare verification rules on captured traces.
 
     The exit code is 1 if a rule exceeds the possible acceptance. With --live this is osd bench rules --part rules and
-    takes its options; otherwise only --drafts, --json and --plot of them.
+    takes its options; otherwise only --drafts, --json, --report and --plot of them.
     """
     if live:
         part, budget = ["rules"], 1
-        files = (json_file, plot, config, overrides)
+        files = (as_json, json_file, plot, config, overrides)
         return live_rules(draft, prompts, part, temperature, top_p, drafts, depth, budget, contexts, *files)
     settings = settings_of(config, overrides)
     check_files(json_file, plot)
@@ -72,13 +73,14 @@ def drafts(
         positions = positions_of(list(newest(url, settings.capture.stream, records)), places)
     except NoTracesError as error:
         fail(error)
-    typer.echo(NOTE)
-    typer.echo(
-        f"{positions.records} traces; tokens that both models list have {positions.listed:.3f} of the target's mass; "
-        f"the service accepted {positions.accepted:.3f} of the drafted tokens"
-    )
+    if not as_json:
+        typer.echo(NOTE)
+        typer.echo(
+            f"{positions.records} traces; tokens that both models list have {positions.listed:.3f} of the target's "
+            f"mass; the service accepted {positions.accepted:.3f} of the drafted tokens"
+        )
     about = {"stream": settings.capture.stream, "note": NOTE, "listed": positions.listed}
-    report([compare(positions, drafts)], about, json_file, plot)
+    report([compare(positions, drafts)], about, json_file, plot, as_json=as_json)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from benchmarks.options import Parallel, Prompts, Tokens
 from benchmarks.streams import updates_of, wait_until_idle
 from benchmarks.turns import by_way, in_turns
 from osd.cli.common import ConfigFile, Overrides, Temperature, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.drafting import initial, served
 from osd.economy.effect import jackknife
 from osd.economy.switchback import Switchback
@@ -39,7 +39,7 @@ def economy(
     rounds: Annotated[int, typer.Option(min=1, help="Prompts of each stream in a pass.")] = 2,
     tokens: Tokens = 96,
     temperature: Temperature = 0.0,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

@@ -19,7 +19,7 @@ from benchmarks.engines import CONTEXT, autoregressive, check_draft, find_drafte
 from benchmarks.options import Draft, Turns
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Drafter
@@ -39,7 +39,7 @@ STEPS, TAKEN_IN = 4, 2
 def forward(
     draft: Draft = "eagle",
     turns: Turns = 15,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

@@ -16,7 +16,7 @@ import typer
 from benchmarks.gpu.random_targets import make_drafter, make_target, make_tokenizer
 from benchmarks.turns import Spread
 from osd.cli.common import fail
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import ChainSettings, EngineSettings, Settings
 from osd.drafting.recall.drafter import Recall
@@ -40,7 +40,7 @@ Kind = Annotated[str, typer.Option("--draft", help="none, recall or eagle.", met
 Steps = Annotated[int, typer.Option(min=20, help="Measured steps.")]
 
 
-def host(streams: Streams = [1, 8], draft: Kind = "none", steps: Steps = 200, json_file: Json = None) -> None:  # noqa: B006
+def host(streams: Streams = [1, 8], draft: Kind = "none", steps: Steps = 200, json_file: ReportFile = None) -> None:  # noqa: B006
     """Measure the host's time between two forwards, without a GPU.
 
     A tiny random target runs the code of a GPU on a CPU. The seconds are CPU time of the engine's thread, so that other

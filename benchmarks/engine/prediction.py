@@ -15,7 +15,7 @@ from benchmarks.options import Prompts, Tokens, TopP, Turns
 from benchmarks.streams import TokenTimes, answers_of, decoding_rate, updates_of, wait_until_idle
 from benchmarks.turns import Spread, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, Temperature, settings_of
-from osd.cli.report import Json, Table, check_files, conclude
+from osd.cli.report import ReportFile, Table, check_files, conclude
 from osd.config import BestFirstSettings
 from osd.drafting.recall.drafter import Recall
 from osd.engine.engine import Engine
@@ -38,7 +38,7 @@ def prediction(
     turns: Turns = 3,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

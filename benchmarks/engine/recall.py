@@ -16,7 +16,7 @@ from benchmarks.options import After, Parallel, Prompts, Tokens, TopP
 from benchmarks.streams import TokenTimes, answers_of, decoding_rate, updates_of, wait_until_idle
 from benchmarks.turns import Spread, rotated
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.config import BestFirstSettings, ConfidenceSettings, Settings
 from osd.drafting.base import Drafter
 from osd.drafting.mixed import Mixed
@@ -47,7 +47,7 @@ def recall(
     tokens: Tokens = 96,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

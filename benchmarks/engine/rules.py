@@ -17,8 +17,9 @@ from benchmarks.engine.live import LiveBatch, LiveDraft, positions
 from benchmarks.engines import CONTEXT, ModelPair, check_draft, encode_short, load_pair, loading
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, TopP
 from benchmarks.turns import Mean
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Bars, Json, Svg, Table, check_files, conclude, say
+from osd.cli.common import AsJson, ConfigFile, Overrides, fail, settings_of
+from osd.cli.exit_codes import FAILURE
+from osd.cli.report import Bars, ReportFile, Svg, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.drafting.compatibility import IncompatibleError, check_compatible
 from osd.drafting.growth import GROWTHS, Growth
@@ -60,7 +61,8 @@ def rules(
     depth: Depth = 3,
     budget: Annotated[int, typer.Option(min=1, max=64, help="Tokens of each draft in the comparison of growth.")] = 8,
     contexts: Contexts = 32,
-    json_file: Json = None,
+    as_json: AsJson = False,
+    json_file: ReportFile = None,
     plot: Svg = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -94,7 +96,7 @@ def rules(
         trees = [growth.measure(pair, token_ids, params, growth_plan) for params in sampling if "growth" in chosen]
     about: dict[str, Any] = {"target": settings.target.source, "draft": pair.draft, "prompts": prompts, "depth": depth}
     about["growth"] = [asdict(comparison) for comparison in trees]
-    report(comparisons, about, json_file, plot, map(growth.table, trees))
+    report(comparisons, about, json_file, plot, map(growth.table, trees), as_json)
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def report(
     json_file: Path | None,
     plot: Path | None,
     more_tables: Iterable[Table] = (),
+    as_json: bool = False,
 ) -> None:
     """Print the tables, write the files, and exit with 1 if an expectation is violated."""
     tables = [*(comparison.table() for comparison in comparisons), *more_tables]
@@ -182,12 +185,13 @@ def report(
         json_file,
         plots=bars,
         plot=plot,
+        as_json=as_json,
     )
     broken = [f"{comparison.title}: {message}" for comparison in comparisons for message in comparison.broken]
     for message in broken:
         say(f"osd: {message}")
     if broken:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from benchmarks.options import Prompts, Tokens
 from benchmarks.streams import decode
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.config import NoDrafterSettings
 from osd.engine.request import Request, SamplingParams
 from osd.runtime.batch import consecutive_rows
@@ -35,7 +35,7 @@ def weights(
     prompts: Prompts = "unittest",
     texts: Annotated[int, typer.Option(min=1, help="Number of texts to compare the weights on.")] = 16,
     tokens: Tokens = 96,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

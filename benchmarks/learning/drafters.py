@@ -23,7 +23,7 @@ from benchmarks.turns import Spread
 from osd import files
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Markdown, Plot, Svg, Table, check_files, conclude, say
+from osd.cli.report import Markdown, Plot, ReportFile, Svg, Table, check_files, conclude, say
 from osd.config import TRAINED_SETTINGS, ChainSettings, Settings, drafter_of
 from osd.drafting import with_required_head
 from osd.drafting.base import Drafter
@@ -53,7 +53,7 @@ def drafters(
     depth: Annotated[int, typer.Option(min=1, max=8, help="Tokens of the chains for comparing acceptance.")] = 4,
     turns: Annotated[int, typer.Option(min=0, help="Number of unseen prompts to decode; 0 only trains.")] = 9,
     minutes: Minutes = 10.0,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     plot: Svg = None,
     markdown: Markdown = None,
     config: ConfigFile = None,

@@ -36,7 +36,7 @@ from benchmarks.turns import rotated
 from deploy.assembly import START_ERRORS
 from deploy.embedded import Embedded, check_port
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Markdown, Svg, check_files, conclude, say
+from osd.cli.report import Markdown, ReportFile, Svg, check_files, conclude, say
 from osd.config import Settings, drafter_of
 from osd.drafting.trainable import Trainable
 from osd.registry.object_storage import storage_of
@@ -82,7 +82,7 @@ def net(
     passes: Passes = 8.0,
     most: Most = 16.0,
     minutes: Minutes = 10.0,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     plot: Svg = None,
     markdown: Markdown = None,
     config: ConfigFile = None,

@@ -22,7 +22,7 @@ from benchmarks.peers.worker_process import WorkerProcess, command
 from benchmarks.streams import decode
 from benchmarks.turns import Spread, by_way, in_turns, ratios
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.config import LanguageModelSettings
 from osd.drafting.language_model.drafter import LanguageModel
 from osd.engine.engine import Engine
@@ -47,7 +47,7 @@ def peers(
     prompts: Prompts = "unittest",
     after: After = 200,
     unseen: Annotated[int, typer.Option(min=1, help="Number of following prompts to measure on.")] = 24,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

@@ -21,7 +21,7 @@ from benchmarks.turns import Spread, in_turns, ratios
 from deploy.assembly import START_ERRORS
 from deploy.embedded import Embedded
 from osd.cli.common import ConfigFile, Overrides, fail, key_of, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
 from osd.traffic import load
@@ -42,7 +42,7 @@ def http(
     requests: Annotated[int, typer.Option(min=1, help="Requests per user and turn.")] = 2,
     tokens: Tokens = 64,
     turns: Turns = 7,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

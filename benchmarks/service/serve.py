@@ -17,7 +17,8 @@ from benchmarks.options import Prompts
 from deploy.assembly import START_ERRORS
 from deploy.embedded import Embedded
 from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
-from osd.cli.report import Json, Table, check_files, conclude, say
+from osd.cli.exit_codes import FAILURE
+from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.running import find
 from osd.traffic import load
@@ -41,7 +42,7 @@ def serve(
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of Poisson arrivals.")] = 0,
     url: Url = None,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -73,7 +74,7 @@ def serve(
     for error, count in result.tally.errors.most_common(5):
         say(f"osd: {count} failed: {error}")
     if result.tally.failed:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from benchmarks.engines import BenchError, loading
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Table, check_files, conclude
+from osd.cli.report import ReportFile, Table, check_files, conclude
 from osd.cli.signals import stop_signals
 from osd.config import Settings
 from osd.registry.object_storage import storage_of
@@ -44,7 +44,7 @@ _COMPLETION = 32  # tokens of the answers that fill the slots
 _ORDINARY = 300  # smaller token ids may be control tokens
 
 
-def start(json_file: Json = None, config: ConfigFile = None, overrides: Overrides = None) -> None:
+def start(json_file: ReportFile = None, config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Measure a service's time to the first token, and its memory."""
     settings = settings_of(config, overrides)
     check_files(json_file)

@@ -23,7 +23,7 @@ from benchmarks.vllm import recall as recalling
 from benchmarks.vllm.exports import FORMATS
 from benchmarks.vllm.recall import KINDS, OURS, RECALL, VllmResult, share_of_ours, table
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, check_files, say, show, write
+from osd.cli.report import ReportFile, check_files, say, show, write
 from osd.config import ChainSettings, Settings, drafter_of
 from osd.drafting import trainable
 from osd.drafting.recall.drafter import Recall
@@ -52,7 +52,7 @@ def vllm(
     ] = None,
     tokens: Tokens = 96,
     most: Most = 4.0,
-    json_file: Json = None,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:

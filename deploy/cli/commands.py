@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from osd.cli.common import BROKEN, AsJson, ConfigFile, Overrides, broken, fail, settings_of
+from osd.cli.common import AsJson, ConfigFile, Domain, Overrides, broken, fail, settings_of
+from osd.cli.exit_codes import FAILURE
 from osd.cli.offered import Command
 from osd.cli.signals import stop_signals
 
@@ -66,6 +67,7 @@ def up(
     tensor_parallel_size: Annotated[str | None, _option("--tensor-parallel-size")] = None,
     served_model_name: Annotated[str | None, _option("--served-model-name")] = None,
     api_key_file: Annotated[str | None, _option("--api-key-file")] = None,
+    domain: Domain = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -81,7 +83,7 @@ def up(
         for (option, key), value in zip(_SETTINGS_OF_OPTIONS.items(), values, strict=True)
         if value is not None
     }
-    settings = settings_of(config, overrides, options)
+    settings = settings_of(config, overrides, options, domain)
     with _start_errors():
         console = _console(settings, "up")
         from deploy.embedded import Embedded
@@ -108,11 +110,12 @@ def learn(
     capture: Annotated[
         bool, typer.Option("--capture", help="Learn from traces of vLLM, and run no second copy of the target.")
     ] = False,
+    domain: Domain = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Train drafters on traffic that osd tap or vLLM captures, without serving, until Ctrl-C."""
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, overrides, domain=domain)
     with _start_errors():
         console = _console(settings, "learn")
         from deploy.learning import Learning
@@ -197,7 +200,7 @@ def doctor(
             row.add_row(finding.check, f"[{colours[finding.state]}]{finding.state}[/]", escape(finding.says))
             console.print(row)
     if failed:
-        raise typer.Exit(BROKEN)
+        raise typer.Exit(FAILURE)
 
 
 def deploy(

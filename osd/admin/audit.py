@@ -90,10 +90,11 @@ class AuditLog:
             except OSError as error:
                 logger.error("the outcome of %s %s cannot be written to the audit log: %s", action, entry["id"], error)
 
-    def last(self, count: int) -> list[dict[str, Any]]:
+    def last(self, count: int, domain: str | None = None) -> list[dict[str, Any]]:
         """Return the last ``count`` actions of both files, oldest first, each with its latest outcome.
 
-        Actions are ordered by their start. A missing file and damaged lines are skipped.
+        Actions are ordered by their start. A missing file and damaged lines are skipped. With ``domain``, only actions
+        on this domain count.
 
         Raises:
             OSError: a file cannot be read.
@@ -105,7 +106,7 @@ class AuditLog:
                     with suppress(ValueError, KeyError, TypeError):
                         entry = json.loads(line)
                         entries[entry["id"]] = entry
-        return list(entries.values())[-count:]
+        return [entry for entry in entries.values() if domain in (None, entry.get("domain"))][-count:]
 
     def _write(self, entry: dict[str, Any]) -> None:
         data, path = json.dumps(entry).encode() + b"\n", self._home / _LOG

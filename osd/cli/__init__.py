@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from osd.cli.exit_codes import USAGE
+
 
 def main() -> None:
     """Run the command line; the console script ``osd`` calls this function."""
@@ -13,5 +15,5 @@ def main() -> None:
         if str(error.name).partition(".")[0] == "osd":
             raise
         print(f"osd: the package {error.name} is missing: run pip install 'osd-llm[serve]'", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(USAGE)
     app()

@@ -10,25 +10,26 @@ import typer
 from osd import __version__
 from osd.cli import analyze, drafters, traces
 from osd.cli.client import chat, replay
-from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.common import AsJson, ConfigFile, Domain, OnlyDomain, Overrides, fail, redis_url, settings_of
+from osd.cli.exit_codes import INTERRUPTED
 from osd.cli.offered import Group
-from osd.cli.signals import INTERRUPTED
 from osd.cli.simulate import simulate
 from osd.cli.top import top
 
 
 def audit(
     last: Annotated[int, typer.Option(min=1, help="Number of actions to show.")] = 20,
+    domain: OnlyDomain = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Show the last actions of operators (promote, rollback, pin, unpin, import and purge) and their results."""
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, overrides, domain=domain)
     from osd.admin.audit import AuditLog
 
     try:
-        entries = AuditLog(settings.home_dir).last(last)
+        entries = AuditLog(settings.home_dir).last(last, domain)
     except OSError as error:
         fail(f"the audit log cannot be read: {error}")
     if as_json:
@@ -47,7 +48,8 @@ def audit(
     if entries:
         Console(highlight=False).print(table)
     else:
-        typer.echo(f"no action of an operator in {settings.home_dir}")
+        about = "" if domain is None else f" on {domain}"
+        typer.echo(f"no action of an operator{about} in {settings.home_dir}")
 
 
 def tap(
@@ -59,11 +61,12 @@ def tap(
         bool,
         typer.Option("--same-tokenizer", help="Confirm that an upstream without /tokenize has the target's tokenizer."),
     ] = False,
+    domain: Domain = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Forward requests to an existing server, and capture requests and answers for osd learn."""
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, overrides, domain=domain)
     redis = redis_url(settings)
     if redis is None:
         fail("osd tap needs the Redis of osd learn: set redis_url, or start osd learn first")

@@ -10,6 +10,7 @@ import typer
 
 from osd.addresses import uses_proxies
 from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
+from osd.cli.exit_codes import FAILURE
 from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def replay(
     for error, count in tally.errors.most_common(5):
         typer.echo(f"osd: {count} failed: {error}", err=True)
     if tally.failed:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 def chat(

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from osd.cli.exit_codes import FAILURE, USAGE
 from osd.cli.signals import end_at_once
 from osd.config import ConfigError, Settings, load_settings
 from osd.config.secrets import holds_password
@@ -22,12 +23,17 @@ Overrides = Annotated[
 Url = Annotated[
     str | None, typer.Option("--url", help="Address of the service; by default the service on this machine.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON on standard output, an object per line, and nothing else there.")
+]
+Domain = Annotated[
+    str | None, typer.Option("--domain", help="Domain of the drafter, instead of the setting domain.", metavar="NAME")
+]
+OnlyDomain = Annotated[
+    str | None, typer.Option("--domain", help="Show this domain only; by default all.", metavar="NAME")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Largest number of completion tokens per answer.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
-
-BROKEN, FAILED = 1, 2
-"""Exit codes: a process that the service needs died; the user must change the command or the settings."""
 
 
 class CommandError(Exception):
@@ -35,22 +41,25 @@ class CommandError(Exception):
 
 
 def fail(reason: object) -> NoReturn:
-    """Print a line on standard error and exit with code 2."""
+    """Print a line on standard error and exit with the code of a command that cannot run."""
     typer.echo(f"osd: {' '.join(str(reason).split())}", err=True)
-    raise typer.Exit(FAILED)
+    raise typer.Exit(USAGE)
 
 
 def broken(reason: object) -> NoReturn:
-    """Print a line on standard error, kill all child processes and exit with code 1.
+    """Print a line on standard error, kill all child processes and exit with the code of a failure.
 
     The interpreter's cleanup is skipped, because it could wait for a dead process forever.
     """
     typer.echo(f"osd: {reason}", err=True)
-    end_at_once(BROKEN)
+    end_at_once(FAILURE)
 
 
 def settings_of(
-    config: Path | None, overrides: list[str] | None, options: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    config: Path | None,
+    overrides: list[str] | None,
+    options: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    domain: str | None = None,
 ) -> Settings:
     """Read the settings, or exit with a line that describes the error.
 
@@ -58,7 +67,10 @@ def settings_of(
         config: file of ``--config``.
         overrides: values of ``--set``.
         options: keys and values of settings that have an option of their own, by option.
+        domain: value of ``--domain``, if it is given.
     """
+    if domain is not None:
+        options = {**options, "--domain": ("domain", domain)}
     for override in overrides or ():
         _check_public(*override.partition("=")[::2])
     try:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.common import AsJson, ConfigFile, Domain, OnlyDomain, Overrides, fail, redis_url, settings_of
 from osd.cli.offered import Group
 from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     from osd.admin.audit import Actor
-    from osd.admin.rollouts import Rollouts
+    from osd.admin.rollouts import RolloutMove, Rollouts
 
 app = typer.Typer(cls=Group, help="List drafter versions, and choose the version in service.", no_args_is_help=True)
 
@@ -31,14 +32,16 @@ class FormatName(StrEnum):
 
 
 @app.command("list")
-def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None) -> None:
+def list_versions(
+    domain: OnlyDomain = None, as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None
+) -> None:
     """Show the versions of every domain, and the versions that were removed last.
 
     Accepted and length are the acceptance rate and the tokens per decoding step that the gate measured, for the
     previous version and for this version. Cost is the training that led to a version, in core seconds. Measured is the
     speed-up over the previous version while it is in service or on trial.
     """
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, overrides, domain=domain)
     from rich.console import Console
 
     from osd.admin import AdminError
@@ -46,7 +49,7 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
     from osd.cli.version_table import version_records, version_table
 
     try:
-        domains = listings(settings, redis_url(settings))
+        domains = [item for item in listings(settings, redis_url(settings)) if domain in (None, item.domain)]
     except AdminError as error:
         fail(error)
     console = Console(highlight=False)
@@ -57,7 +60,8 @@ def list_versions(as_json: AsJson = False, config: ConfigFile = None, overrides:
         else:
             console.print(version_table(listing))
     if not domains and not as_json:
-        typer.echo(f"no drafter version in {settings.registry.url or settings.registry_dir}")
+        about = "" if domain is None else f" of {domain}"
+        typer.echo(f"no drafter version{about} in {settings.registry.url or settings.registry_dir}")
 
 
 @app.command()
@@ -65,24 +69,28 @@ def rollback(
     version: Annotated[
         int | None, typer.Argument(help="Version to return to; by default the parent of the version in service.")
     ] = None,
+    domain: Domain = None,
+    as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Put an earlier version of the configured domain in service and end its canary.
+    """Put an earlier version of the domain in service and end its canary.
 
     Replicas follow within a second. The trainer may put newer versions in service later, unless the domain is pinned.
     """
-    with _rollouts(config, overrides) as (rollouts, actor, domain):
-        moved = rollouts.rollback(actor, domain, version)
-    typer.echo(f"{domain}: version {moved.version} is in service; the previous version was {moved.previous}")
+    with _rollouts(config, overrides, domain) as (rollouts, actor, name):
+        moved = rollouts.rollback(actor, name, version)
+    _print_move(moved, as_json, f"version {moved.version} is in service; the previous version was {moved.previous}")
 
 
 @app.command()
-def promote(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Put the canary of the configured domain in service for all requests."""
-    with _rollouts(config, overrides) as (rollouts, actor, domain):
-        moved = rollouts.promote(actor, domain)
-    typer.echo(f"{domain}: version {moved.version} is in service; the previous version was {moved.previous}")
+def promote(
+    domain: Domain = None, as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None
+) -> None:
+    """Put the canary of the domain in service for all requests."""
+    with _rollouts(config, overrides, domain) as (rollouts, actor, name):
+        moved = rollouts.promote(actor, name)
+    _print_move(moved, as_json, f"version {moved.version} is in service; the previous version was {moved.previous}")
 
 
 @app.command()
@@ -90,28 +98,33 @@ def pin(
     version: Annotated[
         int | None, typer.Argument(help="Version to keep in service; by default the version in service.")
     ] = None,
+    domain: Domain = None,
+    as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Keep a version of the configured domain in service, without canaries and new versions, until unpin."""
-    with _rollouts(config, overrides) as (rollouts, actor, domain):
-        moved = rollouts.pin(actor, domain, version)
-    typer.echo(f"{domain}: version {moved.version} stays in service until osd drafters unpin")
+    """Keep a version of the domain in service, without canaries and new versions, until unpin."""
+    with _rollouts(config, overrides, domain) as (rollouts, actor, name):
+        moved = rollouts.pin(actor, name, version)
+    _print_move(moved, as_json, f"version {moved.version} stays in service until osd drafters unpin")
 
 
 @app.command()
-def unpin(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Allow the trainer to put new versions of the configured domain in service again."""
-    with _rollouts(config, overrides) as (rollouts, actor, domain):
-        moved = rollouts.unpin(actor, domain)
-    typer.echo(f"{domain}: version {moved.version} is in service, and the trainer may replace it")
+def unpin(
+    domain: Domain = None, as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None
+) -> None:
+    """Allow the trainer to put new versions of the domain in service again."""
+    with _rollouts(config, overrides, domain) as (rollouts, actor, name):
+        moved = rollouts.unpin(actor, name)
+    _print_move(moved, as_json, f"version {moved.version} is in service, and the trainer may replace it")
 
 
 @app.command("export")
 def export_version(
-    version: Annotated[int, typer.Argument(min=1, help="Version of the configured domain.")],
+    version: Annotated[int, typer.Argument(min=1, help="Version of the domain.")],
     format: Annotated[FormatName, typer.Option(help="speculators (eagle), transformers (language_model) or medusa.")],
     out: Annotated[Path, typer.Option(help="New directory for the export.", metavar="DIR")],
+    domain: Domain = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -119,7 +132,7 @@ def export_version(
 
     Prints the vLLM command for it, or the reason why vLLM cannot load it.
     """
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, overrides, domain=domain)
     from osd.admin.exporting import EXPORT_ERRORS, export
 
     _hide_progress_bars()
@@ -144,6 +157,7 @@ def follow_versions(
         str,
         typer.Option(help="Command that restarts the servers; the directory is its last argument.", metavar="COMMAND"),
     ],
+    domain: Domain = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -151,7 +165,7 @@ def follow_versions(
 
     Use it for servers that cannot load draft weights while they run. The command should restart one server at a time.
     """
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, overrides, domain=domain)
     import shlex
     import time
 
@@ -176,11 +190,12 @@ def import_drafter(
     directory: Annotated[
         Path, typer.Argument(help="Directory with config.json and weights in safetensors.", metavar="DIR")
     ],
+    domain: Domain = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Add a drafter that was trained elsewhere as the next version of the configured domain."""
-    settings = settings_of(config, overrides)
+    """Add a drafter that was trained elsewhere as the next version of the domain."""
+    settings = settings_of(config, overrides, domain=domain)
     from osd import drafting
     from osd.admin import AdminError
     from osd.admin.audit import Actor, AuditLog
@@ -207,13 +222,14 @@ def import_drafter(
         fail(error)
     typer.echo(
         f"{directory} is version {number} of {settings.domain}; put it in service: osd drafters rollback {number}"
+        + ("" if domain is None else f" --domain {domain}")
     )
 
 
 @contextmanager
-def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollouts, Actor, str]]:
-    """Yield the rollouts, the operator and the configured domain; exit with a line on an ``AdminError``."""
-    settings = settings_of(config, overrides)
+def _rollouts(config: ConfigFile, overrides: Overrides, domain: str | None) -> Generator[tuple[Rollouts, Actor, str]]:
+    """Yield the rollouts, the operator and the domain; exit with a line on an ``AdminError``."""
+    settings = settings_of(config, overrides, domain=domain)
     from osd.admin import AdminError
     from osd.admin.audit import Actor
     from osd.admin.rollouts import Rollouts
@@ -228,6 +244,11 @@ def _rollouts(config: ConfigFile, overrides: Overrides) -> Generator[tuple[Rollo
         fail(error)
     finally:
         rollouts.close()
+
+
+def _print_move(moved: RolloutMove, as_json: bool, sentence: str) -> None:
+    """Print the new state of a domain as JSON, or in a sentence."""
+    typer.echo(json.dumps(asdict(moved)) if as_json else f"{moved.domain}: {sentence}")
 
 
 def _hide_progress_bars() -> None:

@@ -17,7 +17,9 @@ from osd.cli.common import fail
 if TYPE_CHECKING:
     from rich.table import Table as Grid
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this JSON file.", metavar="FILE")]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", help="Write all figures to this JSON file.", metavar="FILE")
+]
 Svg = Annotated[Path | None, typer.Option("--plot", help="Write a plot to this SVG file.", metavar="FILE")]
 Markdown = Annotated[Path | None, typer.Option(help="Write the tables to this Markdown file.", metavar="FILE")]
 
@@ -147,7 +149,7 @@ def check_files(
     json_file: Path | None = None, plot: Path | None = None, markdown: Path | None = None, html: Path | None = None
 ) -> None:
     """Exit with a line if a file cannot be written later."""
-    for name, file in (("--json", json_file), ("--plot", plot), ("--markdown", markdown), ("--html", html)):
+    for name, file in (("--report", json_file), ("--plot", plot), ("--markdown", markdown), ("--html", html)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             fail(f"{name}: cannot write {file}")
     if plot is not None and plot.suffix != ".svg":
@@ -184,12 +186,15 @@ def conclude(
     notes: Sequence[str] = (),
     markdown: Path | None = None,
     stderr: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Print the tables and notes, and write the files that are not None."""
-    for table in tables:
+    """Print the tables and notes, or with ``as_json`` the figures; and write the files that are not None."""
+    if as_json:
+        typer.echo(json.dumps(figures))
+    for table in () if as_json else tables:
         show(table, stderr)
         typer.echo(err=stderr)
-    for note in notes:
+    for note in () if as_json else notes:
         typer.echo(note, err=stderr)
     write(json_file, figures)
     if plot is not None:

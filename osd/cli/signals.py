@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 import typer
 
-INTERRUPTED = 130
-"""Exit code of a command that the user stopped."""
+from osd.cli.exit_codes import INTERRUPTED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h

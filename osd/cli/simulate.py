@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Json, Markdown, Svg, check_files, conclude, say
+from osd.cli.common import AsJson, ConfigFile, Overrides, fail, settings_of
+from osd.cli.report import Markdown, ReportFile, Svg, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import ConfigError, load_scenario
 
@@ -26,7 +26,8 @@ def simulate(
         bool,
         typer.Option("--search", help="Find the number of trainers and the capture budget with the largest net gain."),
     ] = False,
-    json_file: Json = None,
+    as_json: AsJson = False,
+    json_file: ReportFile = None,
     plot: Svg = None,
     markdown: Markdown = None,
     config: ConfigFile = None,
@@ -69,4 +70,4 @@ def simulate(
     figures = report.deployment_figures(simulation.settings, simulation.scenario, runs, bill, best)
     notes = report.deployment_notes(settings, scenario)
     plots = report.deployment_plots(runs, bill)
-    conclude(tables, figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown)
+    conclude(tables, figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown, as_json=as_json)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from osd.addresses import uses_proxies
-from osd.cli.common import ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of
+from osd.cli.common import AsJson, ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of
 from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _FEW = 100
 def top(
     interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print a single view and exit.")] = False,
+    as_json: AsJson = False,
     url: Url = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -47,10 +49,15 @@ def top(
     trusts = uses_proxies(address)
     with stop_signals(), httpx2.Client(base_url=address, headers=headers, timeout=10, trust_env=trusts) as http:
         scrapes = deque([_scrape(http, address)])
-        if once:
+        while once or as_json:
             time.sleep(interval)
-            Console(highlight=False).print(_view(address, _span(scrapes, _scrape(http, address))))
-            return
+            span = _span(scrapes, _scrape(http, address))
+            if as_json:
+                typer.echo(json.dumps(figures(span)))
+            else:
+                Console(highlight=False).print(_view(address, span))
+            if once:
+                return
         with Live(refresh_per_second=4, screen=True) as live:
             while True:
                 time.sleep(interval)
@@ -88,6 +95,51 @@ def _span(scrapes: deque[Scrape], now: Scrape) -> Span:
         scrapes.popleft()
     scrapes.append(now)
     return Span(scrapes[0], now)
+
+
+_LATENCIES = {
+    "first token": "vllm:time_to_first_token_seconds",
+    "between tokens": "vllm:inter_token_latency_seconds",
+    "whole": "vllm:e2e_request_latency_seconds",
+}
+
+
+def figures(span: Span) -> dict[str, Any]:
+    """Return the figures of the view; times are in seconds, and what has no value is None."""
+    now, shares = span.now, (0.5, 0.99)
+    drafted = span.added_by("osd_source_draft_tokens_total", "source")
+    accepted = span.added_by("osd_source_accepted_tokens_total", "source")
+    versions: dict[str, list[int]] = {}
+    for (domain, _), version in now.by("osd_drafter_version", "domain", "replica").items():
+        versions[domain] = sorted({*versions.get(domain, ()), int(version)})
+    losses = now.by("osd_training_loss", "domain")
+    return {
+        "seconds": span.seconds,
+        "running": now.sum("vllm:num_requests_running"),
+        "waiting": now.sum("vllm:num_requests_waiting"),
+        "ended": sum(span.added_by("vllm:request_success_total", "finished_reason").values()),
+        "failed": span.added("osd_failed_requests_total"),
+        "tokens_per_second": span.rate("osd_completion_tokens_total"),
+        "kv_usage": now.sum("vllm:kv_cache_usage_perc"),
+        "speedup": {bound: value for (bound,), value in now.by("osd_speedup", "bound").items()} or None,
+        "latency": {
+            label.replace(" ", "_"): dict(zip(("p50", "p99"), span.percentiles(name, shares), strict=True))
+            for label, name in _LATENCIES.items()
+        },
+        "steps": span.added("vllm:spec_decode_num_drafts_total"),
+        "sources": {
+            source: {"drafted": count, "accepted": accepted.get((source,), 0.0)} for (source,), count in drafted.items()
+        },
+        "versions": versions,
+        "training": {
+            domain: {
+                "steps": now.sum("osd_training_steps_total", domain=domain),
+                "loss": losses.get((domain,)),
+                "lag": lag,
+            }
+            for (domain,), lag in now.by("osd_training_lag", "domain").items()
+        },
+    }
 
 
 def _view(address: str, span: Span) -> Table:
@@ -149,11 +201,7 @@ def _speedup(span: Span) -> str:
 
 def _latency(span: Span) -> str:
     latencies: list[str] = []
-    for label, name in (
-        ("first token", "vllm:time_to_first_token_seconds"),
-        ("between tokens", "vllm:inter_token_latency_seconds"),
-        ("whole", "vllm:e2e_request_latency_seconds"),
-    ):
+    for label, name in _LATENCIES.items():
         middle, late = span.percentiles(name, (0.5, 0.99))
         if middle is not None and late is not None:
             latencies.append(f"{label} {_time(middle)}, p99 {_time(late)}")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.common import AsJson, ConfigFile, OnlyDomain, Overrides, fail, redis_url, settings_of
 
 app = typer.Typer(help="List captured traces, and delete a request.", no_args_is_help=True)
 
 
 @app.command(name="list")
-def list_(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None) -> None:
+def list_(
+    domain: OnlyDomain = None, as_json: AsJson = False, config: ConfigFile = None, overrides: Overrides = None
+) -> None:
     """Show the size of each domain's stream, and the records that no trainer has read yet."""
-    settings = settings_of(config, overrides)
+    settings = settings_of(config, overrides, domain=domain)
     url = redis_url(settings)
     if url is None:
         fail(f"no service runs in {settings.home_dir}; start it with osd up, or set redis_url")
@@ -28,26 +31,32 @@ def list_(as_json: AsJson = False, config: ConfigFile = None, overrides: Overrid
 
     try:
         with connect(url, timeout=5.0) as client:
-            states = stream_states(client, settings.capture.stream)
+            states = {
+                name: state
+                for name, state in stream_states(client, settings.capture.stream).items()
+                if domain in (None, name)
+            }
     except RedisError as error:
         fail(f"Redis does not answer: {error}")
     table = Table("domain", "records", "MiB", "waiting", "oldest waiting", box=None)
-    for domain, state in states.items():
+    for name, state in states.items():
         lag, age = (None, None) if state.waiting is None else (state.waiting.records, state.waiting.age)
         if as_json:
-            row = {"domain": domain, "records": state.records, "bytes": state.bytes, "lag": lag, "age": age}
+            row = {"domain": name, "records": state.records, "bytes": state.bytes, "lag": lag, "age": age}
             typer.echo(json.dumps(row))
             continue
         waits = "no trainer" if lag is None else f"{lag:,}"
         oldest = f"{age:,.0f} s" if lag and age is not None else ""
-        table.add_row(domain, f"{state.records:,}", f"{state.bytes / (1 << 20):,.1f}", waits, oldest)
+        table.add_row(name, f"{state.records:,}", f"{state.bytes / (1 << 20):,.1f}", waits, oldest)
     if not as_json:
-        Console(highlight=False).print(table if states else "nothing has been captured")
+        about = "" if domain is None else f" of {domain}"
+        Console(highlight=False).print(table if states else f"nothing has been captured{about}")
 
 
 @app.command()
 def purge(
     request: Annotated[str, typer.Option(help="Id of the response, for example chatcmpl-...", metavar="ID")],
+    as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -61,6 +70,9 @@ def purge(
         removed = forget(settings, redis_url(settings), Actor.local(), request)
     except AdminError as error:
         fail(error)
+    if as_json:
+        typer.echo(json.dumps({"request": request, **asdict(removed)}))
+        return
     typer.echo(
         f"{request}: {removed.streamed} records removed from the streams, "
         f"{removed.remembered} from the memory of trainers"

@@ -15,7 +15,7 @@ from tests import harmless
 def analyze(service: Any, folder: Path, *more: str) -> Result:
     file = folder / "harmless.json"
     file.write_text(json.dumps(harmless.prompts(6)), encoding="utf-8")
-    chosen = ["--url", f"{service.url}/v1", "--tokens", "6", "--rounds", "1", "--json", str(folder / "report.json")]
+    chosen = ["--url", f"{service.url}/v1", "--tokens", "6", "--rounds", "1", "--report", str(folder / "report.json")]
     settings = ["--set", "target.dtype=float32", "--set", f"home={folder}"]
     return CliRunner().invoke(app, ["analyze", "refusals", str(file), *chosen, *settings, *more])
 

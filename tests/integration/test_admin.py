@@ -145,7 +145,8 @@ def test_request_is_purged_over_http(http, settings, redis_url, make_trace, redi
 
 def test_actions_of_the_command_line_are_logged(settings, pointer, redis_url):
     command = partial(run_cli, home=settings.home, redis_url=redis_url)
-    assert command("drafters", "pin").exit_code == 0
+    pin = json.loads(command("drafters", "pin", "--domain", "general", "--json").stdout)
+    assert pin == {"domain": "general", "version": 2, "previous": 2, "pinned": True}
     assert command("drafters", "promote").exit_code == 2
     assert command("traces", "purge", "--request", "unknown").exit_code == 2
     pinned, promoted, purged = map(json.loads, command("audit", "--json").stdout.splitlines())

@@ -34,7 +34,7 @@ def test_captured_traces_are_compared_and_left_on_the_stream(redis_url: str, red
     put(redis_url, [small_trace(request_id=f"r{number}", verdict=verdict, **listed) for number in range(4)])
     redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "drafts.json"
-    result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--json", figures)
+    result = analyze(redis_url, tmp_path, "drafts", "--drafts", "2", "--report", figures)
     assert result.exit_code == 0, result.output
     assert "all other tokens count as" in result.stdout
     assert "4 traces" in result.stdout
@@ -55,7 +55,7 @@ def test_vocabulary_analysis_leaves_the_traces(redis_url: str, redis_client: red
     put(redis_url, [small_trace(request_id=f"r{n}", domain=name, target_ids=listed) for n, name in enumerate(domains)])
     redis_client.xadd("osd:traces:domain:general", {"t": b"not a trace"}, id="9999999999999-9999999999999")
     figures = tmp_path / "figures.json"
-    arguments = ["tokenizer", vocabulary(tmp_path / "target"), "--traces", "--json", figures]
+    arguments = ["tokenizer", vocabulary(tmp_path / "target"), "--traces", "--report", figures]
     result = analyze(redis_url, tmp_path, *arguments)
     assert result.exit_code == 0, result.output
     read = json.loads(figures.read_text())

@@ -220,6 +220,8 @@ def test_traces_list_and_doctor_report_the_lag_by_domain(write, reader, redis_ur
     assert general["bytes"] > 0
     assert 100 <= general["age"] < 110
     assert (code["domain"], code["records"], code["lag"], code["age"]) == ("code", 3, None, None)
+    (only,) = listed(["traces", "list", "--json", "--domain", "code"]).output.splitlines()
+    assert json.loads(only)["domain"] == "code"
     shown = listed(["traces", "list"])
     assert re.search(r"general +6 +0\.0 +6 +10\d s", shown.output), shown.output
     assert re.search(r"code +3 +0\.0 +no trainer", shown.output), shown.output

@@ -89,3 +89,5 @@ def test_audit_command_shows_the_last_actions(tmp_path):
     act(AuditLog(tmp_path), 2)
     assert "key ops" in shown()
     assert [json.loads(line)["version"] for line in shown("--last", "1", "--json").splitlines()] == [2]
+    assert len(shown("--domain", "general", "--json").splitlines()) == 2
+    assert "no action of an operator on code in" in shown("--domain", "code")

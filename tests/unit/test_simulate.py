@@ -18,7 +18,7 @@ SMALL = [
 
 def test_simulate_prints_plots_and_writes_results(tmp_path):
     figures, plot, tables = tmp_path / "a.json", tmp_path / "a.svg", tmp_path / "a.md"
-    files = ["--json", str(figures), "--plot", str(plot), "--markdown", str(tables)]
+    files = ["--report", str(figures), "--plot", str(plot), "--markdown", str(tables)]
     result = run_cli("simulate", *SMALL, *files, "--assume", "domains.tokens=1000000")
     assert result.exit_code == 0, result.stderr
     for words in (
@@ -41,7 +41,7 @@ def test_simulate_prints_plots_and_writes_results(tmp_path):
 def test_simulate_search_chooses_the_largest_net(tmp_path):
     figures = tmp_path / "a.json"
     # Trainers cost more than training can save here, so no training is best.
-    costly = ["--assume", "prices.trainer_hour=1000", "--search", "--json", str(figures)]
+    costly = ["--assume", "prices.trainer_hour=1000", "--search", "--report", str(figures)]
     result = run_cli("simulate", *SMALL, *costly)
     assert result.exit_code == 0, result.stderr
     results = json.loads(figures.read_text())

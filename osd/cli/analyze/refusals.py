@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,9 +13,10 @@ import typer
 
 from osd.analysis.refusals.answers import PLAIN
 from osd.analysis.refusals.labels import LABELS
-from osd.cli.common import CommandError, ConfigFile, Overrides, fail, key_of, settings_of
+from osd.cli.common import AsJson, CommandError, ConfigFile, Overrides, fail, key_of, settings_of
+from osd.cli.exit_codes import FAILURE
 from osd.cli.offered import measurement
-from osd.cli.report import Json, Table, check_files, say, show, write
+from osd.cli.report import ReportFile, Table, check_files, say, show, write
 from osd.cli.signals import stop_signals
 from osd.config import ConfigError, Settings
 from osd.config.secrets import secret
@@ -57,7 +59,8 @@ def refusals(
     judge_key_file: Annotated[
         Path | None, typer.Option(help=f"File with the judge's key; default: the variable {JUDGE_KEY}.", metavar="FILE")
     ] = None,
-    json_file: Json = None,
+    as_json: AsJson = False,
+    json_file: ReportFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -94,17 +97,20 @@ def refusals(
             comparisons = compare(prompts, answers, judge, tie)
     except (RefusalsError, ConfigError, CommandError) as error:
         fail(error)
-    for table in tables(prompts, comparisons):
+    for table in () if as_json else tables(prompts, comparisons):
         show(table)
-    if json_file is not None:
+    if as_json or json_file is not None:
         figures = {"target": settings.target.source, "url": url, "prompts": len(prompts), "plan": asdict(plan)}
         figures |= {"judge": judge_model or "phrases", "alpha": ALPHA, "tie": tie}
-        write(json_file, {**figures, "ways": [comparison.figures() for comparison in comparisons]})
+        figures["ways"] = [comparison.figures() for comparison in comparisons]
+        if as_json:
+            typer.echo(json.dumps(figures))
+        write(json_file, figures)
     broken = [sentence for comparison in comparisons for sentence in comparison.broken]
     for sentence in broken:
         say(f"osd: {sentence}")
     if broken:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 def _judge(url: str | None, model: str | None, key_file: Path | None) -> AnswerJudge:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import fail
-from osd.cli.report import Json, Markdown, Svg, check_files, conclude
+from osd.cli.common import AsJson, fail
+from osd.cli.report import Markdown, ReportFile, Svg, check_files, conclude
 
 
 def scaling(
@@ -18,7 +18,8 @@ def scaling(
         int | None, typer.Option(min=1, help="Trained parameters of the drafter to predict, instead of --layers.")
     ] = None,
     traffic: Annotated[int | None, typer.Option(min=1, help="Completion tokens for its training.")] = None,
-    json_file: Json = None,
+    as_json: AsJson = False,
+    json_file: ReportFile = None,
     plot: Svg = None,
     markdown: Markdown = None,
 ) -> None:
@@ -59,4 +60,5 @@ def scaling(
     except ScalingError as error:
         fail(error)
     plots = [tables.plot(forecaster)]
-    conclude([*shown, *predicted], figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown)
+    tables_shown = [*shown, *predicted]
+    conclude(tables_shown, figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown, as_json=as_json)

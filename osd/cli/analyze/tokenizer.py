@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import ConfigFile, Overrides, fail, redis_url, settings_of
-from osd.cli.report import Json, Table, check_files, say, show
+from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.report import ReportFile, Table, check_files, say, show
 
 if TYPE_CHECKING:
     from osd.analysis.tokenizer.findings import Setting
@@ -35,7 +35,8 @@ def tokenizer(
     ] = None,
     traces: Annotated[bool, typer.Option("--traces", help="Traffic: traces that the service has captured.")] = False,
     records: Annotated[int, typer.Option(min=2, help="Number of newest traces to read.")] = 512,
-    json_file: Json = None,
+    as_json: AsJson = False,
+    json_file: ReportFile = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.", metavar="FILE")] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -71,14 +72,17 @@ def tokenizer(
         passages = _traces(settings, records, vocabularies[0])
     results = findings.findings(vocabularies, passages, traffic)
     setting = _setting(settings)
+    figures = findings.figures(results, setting)
     try:
         if json_file is not None:
-            figures = findings.figures(results, setting)
             replace(json_file, (json.dumps(figures, indent=2, ensure_ascii=False) + "\n").encode())
         if html is not None:
             replace(html, page(results, setting).encode())
     except OSError as error:
         fail(f"cannot write {error.filename or 'the figures'}: {error.strerror}")
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
     for table in findings.tables(results):
         typer.echo(f"{table.title}: {table.note}")
         show(Table("", table.head, [tuple(row) for row in table.rows]))

@@ -25,10 +25,12 @@ def analyze(*arguments):
 def test_command_shows_and_writes_fit_and_prediction(file, tmp_path):
     files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
     result = analyze(
-        file, "--layers", 12, "--traffic", 20_000, "--json", files[0], "--plot", files[1], "--markdown", files[2]
+        file, "--layers", 12, "--traffic", 20_000, "--report", files[0], "--plot", files[1], "--markdown", files[2]
     )
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
+    as_json = analyze(file, "--layers", 12, "--traffic", 20_000, "--json")
+    assert json.loads(as_json.stdout) == figures
     assert figures["forecast"]["parameters"] == 24_000_000
     expected = figures["forecast"]["expected"]
     assert expected["divergence"] == pytest.approx(float(LAW.loss(24e6, 20_000)), rel=0.05)

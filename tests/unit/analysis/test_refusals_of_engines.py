@@ -131,7 +131,7 @@ def analyze(target: Path, home: Path, *more: str) -> Result:
     file = home / "harmless.json"
     if not file.exists():
         file.write_text(json.dumps(harmless.prompts(3)), encoding="utf-8")
-    chosen = ["--draft", "eagle", "--tokens", "4", "--rounds", "1", "--json", str(home / "report.json")]
+    chosen = ["--draft", "eagle", "--tokens", "4", "--rounds", "1", "--report", str(home / "report.json")]
     settings = [f"target.source={target}", f"home={home}", "engine.threads=1", "engine.context=256"]
     given = [word for setting in settings for word in ("--set", setting)]
     return CliRunner().invoke(app, ["analyze", "refusals", str(file), *chosen, *given, *more])
@@ -174,7 +174,7 @@ def test_failing_judge_prints_one_line_and_writes_no_report(
             ["--judge-url", "http://a", "--judge-model", "m", "--judge-key-file", "/nowhere"],
             "--judge-key-file /nowhere cannot be read: No such file or directory",
         ),
-        (["--json", "/nowhere/report.json"], "--json: cannot write /nowhere/report.json"),
+        (["--report", "/nowhere/report.json"], "--report: cannot write /nowhere/report.json"),
         (["--tokens", "250"], "prompt pid 1 has more than the 6 tokens that engine.context leaves"),
     ],
 )

@@ -121,7 +121,7 @@ def test_completion_command_writes_all_figures(
     prompts = [Prompt(f"p{n}", "code", (f"assert f({n}) == {n}; " * 4,)) for n in range(9)]
     files = [tmp_path / name for name in ("a.json", "a.md")]
     arguments = ["--stream", write_prompts(tmp_path / "some.jsonl", prompts), "--records", 16, "--unseen", 8]
-    arguments += ["--tokens", 4, "--passes", 1, "--json", files[0], "--markdown", files[1]]
+    arguments += ["--tokens", 4, "--passes", 1, "--report", files[0], "--markdown", files[1]]
     settings = ["engine.slots=4", "trainer.min_records=4"]
     result = osd(tiny_target, tmp_path, "bench", "completion", *arguments, settings=settings)
     assert result.exit_code == 0, result.output

@@ -48,7 +48,7 @@ def test_extend_context_adds_yarn_only_if_needed(tiny_target: Path) -> None:
 def test_context_command_writes_all_figures(tiny_target: Path, tmp_path: Path) -> None:
     text, file = tmp_path / "text", tmp_path / "found.json"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    arguments = ["--length", 600, "--tokens", 8, "--text", text, "--json", file]
+    arguments = ["--length", 600, "--tokens", 8, "--text", text, "--report", file]
     settings = ["drafter.kind=token_select", "drafter.top=32", "drafter.initial=4", "drafter.local=16"]
     result = osd(tiny_target, tmp_path, "bench", "context", *arguments, settings=settings)
     assert result.exit_code == 0, result.output

@@ -147,7 +147,7 @@ def bench(target: Path, home: Path, *arguments: str, settings: Sequence[str] = (
 
 
 def test_decode_command_writes_a_line_per_wave(tiny_target: Path, tmp_path: Path):
-    source = ["--prompts", str(stream_file(tmp_path)), "--draft", "eagle", "--json", str(tmp_path / "all.json")]
+    source = ["--prompts", str(stream_file(tmp_path)), "--draft", "eagle", "--report", str(tmp_path / "all.json")]
     size = ["--streams", "2", "--waves", "2", "--tokens", "12", "--growth", "chain", "--synthetic-acceptance", "0.5"]
     result = bench(tiny_target, tmp_path, "decode", *source, *size)
     assert result.exit_code == 0, result.output
@@ -168,7 +168,7 @@ def test_decode_of_streams_without_overlap_is_refused(tiny_target: Path, tmp_pat
 
 def test_forward_command_times_all_sizes(tiny_target: Path, tmp_path: Path):
     figures = tmp_path / "forward.json"
-    result = bench(tiny_target, tmp_path, "forward", "--turns", "1", "--json", str(figures))
+    result = bench(tiny_target, tmp_path, "forward", "--turns", "1", "--report", str(figures))
     assert result.exit_code == 0, result.output
     assert [row["tokens"] for row in json.loads(figures.read_text())["forwards"]] == [1, 2, 4, 8, 16, 32, 64]
     assert "GB/s" in result.stdout
@@ -179,7 +179,7 @@ def test_forward_of_int8_weights_counts_their_bytes(tiny_target: Path, tmp_path:
     moved = {}
     for weights in ("full", "int8"):
         figures = tmp_path / f"{weights}.json"
-        options = ["forward", "--turns", "1", "--json", str(figures)]
+        options = ["forward", "--turns", "1", "--report", str(figures)]
         assert bench(tiny_target, tmp_path, *options, settings=[f"target.weights={weights}"]).exit_code == 0
         moved[weights] = json.loads(figures.read_text())["forwards"][0]["linear_moved"]
     assert 3 < moved["full"] / moved["int8"] <= 4  # float32, and a scale for each output

@@ -17,7 +17,7 @@ pytestmark = skip_unless_cpu("the command runs on a CPU")
 @pytest.mark.parametrize("draft", ["none", "recall", "eagle"])
 def test_host_command_measures_each_number_of_streams(tmp_path: Path, draft: str) -> None:
     size = ["--streams", "1", "--streams", "3", "--steps", "20", "--draft", draft]
-    result = CliRunner().invoke(app, ["bench", "host", *size, "--json", str(tmp_path / "host.json")])
+    result = CliRunner().invoke(app, ["bench", "host", *size, "--report", str(tmp_path / "host.json")])
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "host.json").read_text())["figures"]
     assert [row["streams"] for row in rows] == [1, 3]

@@ -195,7 +195,7 @@ def test_peers_command_compares_and_names_problems(tiny_target: Path, tmp_path: 
         *(part for name in names for part in ("--peer", name)),
         "--prompts",
         stream_file(tmp_path),
-        "--json",
+        "--report",
         file,
     ]
     arguments += ["--draft", "eagle", "--turns", 1, "--tokens", 12, "--after", 1, "--unseen", 2]

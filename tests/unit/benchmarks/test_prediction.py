@@ -22,7 +22,7 @@ def test_one_line_in_twenty_is_changed():
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_prediction_command_gives_the_plain_answers(tiny_target: Path, tmp_path: Path, temperature: float):
     arguments = ["--stream", stream_file(tmp_path), "--prompts", 2, "--tokens", 48, "--turns", 1]
-    arguments += ["--temperature", temperature, "--json", tmp_path / "all.json"]
+    arguments += ["--temperature", temperature, "--report", tmp_path / "all.json"]
     settings = ["engine.context=256", "growth.governed=false"]
     result = osd(tiny_target, tmp_path, "bench", "prediction", *arguments, settings=settings)
     assert result.exit_code == 0, result.output

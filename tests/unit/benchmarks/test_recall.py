@@ -62,7 +62,7 @@ def test_machine_is_named_by_its_cpu_and_extensions():
 
 def test_recall_command_measures_every_way(tiny_target: Path, tmp_path: Path):
     arguments = ["--stream", stream_file(tmp_path), "--after", 6, "--prompts", 4, "--streams", 2, "--tokens", 24]
-    arguments += ["--draft", "language_model", "--json", tmp_path / "all.json"]
+    arguments += ["--draft", "language_model", "--report", tmp_path / "all.json"]
     settings = ["engine.context=256", "growth.governed=false"]  # a governor depends on the machine
     result = osd(tiny_target, tmp_path, "bench", "recall", *arguments, settings=settings)
     assert result.exit_code == 0, result.output

@@ -19,7 +19,7 @@ REFUSALS = [
     ("bench recall --stream {} --after 20 --prompts 20", "has 32 prompts of at most 160 tokens, not 40"),
     ("bench rules --draft registry", "no drafter version"),
     ("bench rules --plot rules.png", "--plot: the file name must end with .svg, not rules.png"),
-    ("bench rules --json /nowhere/rules.json", "cannot write"),
+    ("bench rules --report /nowhere/rules.json", "cannot write"),
     (
         "bench rules --draft language_model --prompts {} --set drafter.kind=language_model --set drafter.layers=9",
         "drafter.layers is 9",

@@ -67,7 +67,7 @@ def rules(tiny_target: Path, tmp_path: Path, *arguments: object) -> Result:
 @pytest.mark.parametrize("command", [("bench", "rules"), ("analyze", "drafts", "--live")])
 def test_rules_command_writes_figures_and_plot(command: tuple[str, ...], tiny_target: Path, tmp_path) -> None:
     figures, picture = tmp_path / "rules.json", tmp_path / "rules.svg"
-    arguments = ["--json", figures, "--plot", picture, "--depth", 2, "--temperature", 0.6, "--temperature", 1]
+    arguments = ["--report", figures, "--plot", picture, "--depth", 2, "--temperature", 0.6, "--temperature", 1]
     result = rules(tiny_target, tmp_path, *command, *arguments)
     assert result.exit_code == 0, result.output
     assert "traversal" in result.stdout

@@ -22,7 +22,7 @@ from tests.unit.benchmarks.recorded import osd, write_prompts
 def bench(service: ThreadingHTTPServer, tmp_path: Path, words: list[str], *arguments: str) -> Result:
     prompts = write_prompts(tmp_path / "prompts.jsonl", [Prompt(word, "d", (word,)) for word in words])
     options = ["--url", f"http://127.0.0.1:{service.server_port}", "--prompts", str(prompts)]
-    options += ["--json", str(tmp_path / "serve.json")]
+    options += ["--report", str(tmp_path / "serve.json")]
     return CliRunner().invoke(app, ["bench", "serve", *options, *arguments])
 
 
@@ -95,7 +95,7 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(tiny_target: Path, tmp_path: Path, *settings: str) -> Result:
-    return osd(tiny_target, tmp_path, "bench", "start", "--json", tmp_path / "start.json", settings=settings)
+    return osd(tiny_target, tmp_path, "bench", "start", "--report", tmp_path / "start.json", settings=settings)
 
 
 @pytest.mark.usefixtures("up")

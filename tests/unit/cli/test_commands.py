@@ -194,6 +194,27 @@ def test_drafters_commands_in_an_empty_home(tmp_path):
         assert "osd up" in refusal(run_cli("drafters", command, home=tmp_path))
 
 
+def test_domain_option_limits_the_list_of_drafters(tiny_target: Path, tmp_path: Path):
+    drafter = Eagle.from_target(load_model(tiny_target, "float32", "cpu"), 100)
+    for domain in ("general", "code"):
+        Registry(tmp_path / "registry").publish(domain, drafter.weights(), drafter.config(), {})
+
+    def listed(*arguments: str) -> list[str]:
+        lines = run_cli("drafters", "list", "--json", *arguments, home=tmp_path).stdout.splitlines()
+        return [json.loads(line)["domain"] for line in lines]
+
+    assert sorted(listed()) == ["code", "general"]
+    assert listed("--domain", "code") == ["code"]
+    assert listed("--domain", "sql") == []
+    shown = run_cli("drafters", "list", "--domain", "sql", home=tmp_path)
+    assert shown.stdout.startswith("no drafter version of sql in ")
+
+
+def test_invalid_domain_is_refused_by_the_name_of_its_option():
+    for command in (["up"], ["drafters", "promote"], ["traces", "list"]):
+        assert "domain (--domain)" in refusal(run_cli(*command, "--domain", "a b"))
+
+
 def test_find_returns_a_service_only_while_it_runs(tmp_path):
     assert find(tmp_path) is None
     with lock(tmp_path):
@@ -214,12 +235,12 @@ def test_shell_completes_commands():
 def test_export_prints_the_vllm_command(tiny_target: Path, tmp_path: Path):
     target = load_model(tiny_target, "float32", "cpu")
     drafter = Eagle.from_target(target, 100)
-    Registry(tmp_path / "home" / "registry").publish("general", drafter.weights(), drafter.config(), {})
+    Registry(tmp_path / "home" / "registry").publish("code", drafter.weights(), drafter.config(), {})
     out, source = tmp_path / "out", f"target.source={tiny_target}"
-    exported = run_cli(
-        "drafters", "export", "1", "--format", "speculators", "--out", str(out), "--set", source, home=tmp_path / "home"
-    )
+    options = ("--format", "speculators", "--out", out, "--domain", "code", "--set", source)
+    exported = run_cli("drafters", "export", "1", *options, home=tmp_path / "home")
     assert exported.exit_code == 0, exported.stderr
+    assert exported.stdout.startswith("version 1 of code is in ")
     command, _, speculative = exported.stdout.splitlines()[1].partition(" --speculative-config ")
     assert command == f"vllm serve {tiny_target}"
     assert json.loads(speculative.strip("'")) == {"model": str(out), "method": "eagle3", "num_speculative_tokens": 3}

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from osd.cli.signals import INTERRUPTED, stop_signals
+from osd.cli.exit_codes import INTERRUPTED
+from osd.cli.signals import stop_signals
 from tests.waiting import HANG_SECONDS
 
 _COMMAND = """

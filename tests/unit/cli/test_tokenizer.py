@@ -35,7 +35,7 @@ def analyze(home: Path, *arguments: object) -> Result:
 def test_tables_figures_and_page_agree(target, prompts, tmp_path):
     other = saved(byte_level(["a", "b"]), tmp_path / "two")
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
-    result = analyze(tmp_path, target, other.parent, "--prompts", prompts, "--json", figures, "--html", page)
+    result = analyze(tmp_path, target, other.parent, "--prompts", prompts, "--report", figures, "--html", page)
     assert result.exit_code == 0, result.output
     assert "code, one" in result.stdout
     assert "two can draft the common tokens: 2 of the target's 98 tokens" in result.stdout
@@ -45,6 +45,7 @@ def test_tables_figures_and_page_agree(target, prompts, tmp_path):
     assert read["traffic"] == f"prompts, {prompts}"
     assert read["coverage"]["requests"] == 4
     assert "code, one" in page.read_text()
+    assert json.loads(analyze(tmp_path, target, other.parent, "--prompts", prompts, "--json").stdout) == read
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "figures.json", "one", "page.html", "prompts.jsonl", "two",
     ]  # fmt: skip
@@ -53,7 +54,7 @@ def test_tables_figures_and_page_agree(target, prompts, tmp_path):
 def test_setting_belongs_to_the_configured_drafter(target, prompts, tmp_path):
     def setting(*more: str) -> dict | None:
         file = tmp_path / "figures.json"
-        assert analyze(tmp_path, target, "--prompts", prompts, "--json", file, *more).exit_code == 0
+        assert analyze(tmp_path, target, "--prompts", prompts, "--report", file, *more).exit_code == 0
         return json.loads(file.read_text())["setting"]
 
     eagle = setting("--set", "drafter.kind=eagle", "--set", "drafter.vocabulary=64")
@@ -73,7 +74,7 @@ def test_invalid_input_prints_one_line_and_writes_no_file(target, prompts, tmp_p
     figures = tmp_path / "figures.json"
 
     def refused(*arguments: object) -> str:
-        line = refusal(analyze(tmp_path, *arguments, "--json", figures))
+        line = refusal(analyze(tmp_path, *arguments, "--report", figures))
         assert not figures.exists()
         return line
 
@@ -91,7 +92,7 @@ def test_invalid_input_prints_one_line_and_writes_no_file(target, prompts, tmp_p
     assert "two sources would be called a" in refused(target, target, "--label", "a", "--label", "a")
     assert "two sources would be called" in refused(target, target)
     assert "--html: cannot write" in refused(target, "--html", tmp_path)
-    assert "--json: cannot write" in refusal(analyze(tmp_path, target, "--json", tmp_path / "no" / "file.json"))
+    assert "--report: cannot write" in refusal(analyze(tmp_path, target, "--report", tmp_path / "no" / "file.json"))
 
 
 def test_tokenizer_analysis_loads_no_models(target, prompts, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -109,6 +110,23 @@ def test_view_shows_speed_drafts_by_source_and_speedup():
     assert "general: on trial, version 9: +1.1% (-0.4% to +2.6%)" in words
     assert "sql: version 2, 42% of 300 tokens accepted, by position 50%, 25%" in words
     assert "first token 100 ms, p99 198 ms" in words
+
+
+def test_top_prints_the_figures_of_the_view_as_json():
+    with served(BEFORE, LATER) as url:
+        shown = CliRunner().invoke(app, ["top", "--once", "--json", "--interval", "0.2", "--url", url])
+    assert shown.exit_code == 0
+    figures = json.loads(shown.stdout)
+    assert figures["sources"] == {
+        "eagle": {"drafted": 20, "accepted": 19},
+        "recall": {"drafted": 600, "accepted": 300},
+    }
+    assert figures["tokens_per_second"] == pytest.approx(300 / figures["seconds"])
+    assert figures["speedup"] == {"estimate": 1.86, "low": 1.84, "high": 1.88}
+    assert figures["versions"] == {"general": [7]}
+    assert figures["training"] == {"general": {"steps": 0, "loss": None, "lag": 3}}
+    assert figures["latency"]["first_token"] == {"p50": pytest.approx(0.1), "p99": pytest.approx(0.198)}
+    assert figures["latency"]["whole"] == {"p50": None, "p99": None}
 
 
 def test_top_watches_osd_learn_in_the_same_home(tmp_path):

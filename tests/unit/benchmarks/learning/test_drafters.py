@@ -32,7 +32,9 @@ def test_depth_counts_from_the_last_undrafted_token():
 
 def test_drafters_command_trains_each_kind_in_three_ways(experiment, tmp_path):
     files = [tmp_path / name for name in ("a.json", "a.svg", "a.md")]
-    result = compare(experiment, tmp_path, "--turns", 0, "--json", files[0], "--plot", files[1], "--markdown", files[2])
+    result = compare(
+        experiment, tmp_path, "--turns", 0, "--report", files[0], "--plot", files[1], "--markdown", files[2]
+    )
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
     assert [(learnt["kind"], learnt["way"]) for learnt in figures["learnt"]] == [
@@ -66,11 +68,11 @@ def test_interrupted_command_reuses_kept_results(experiment, tmp_path, monkeypat
 
     monkeypatch.setattr(bench.StreamTraining, "learn", cut_off)
     assert compare(experiment, tmp_path, *arguments, "--turns", 1).exit_code == 130
-    result = compare(experiment, tmp_path, *arguments, "--turns", 1, "--json", files[0])
+    result = compare(experiment, tmp_path, *arguments, "--turns", 1, "--report", files[0])
     assert result.exit_code == 0, result.output
     assert ways == [FROZEN, ONLINE, OFFLINE], "frozen was kept"
     monkeypatch.setattr(bench.recall, "engine_with_domains", None)
-    assert compare(experiment, tmp_path, *arguments, "--turns", 1, "--json", files[1]).exit_code == 0
+    assert compare(experiment, tmp_path, *arguments, "--turns", 1, "--report", files[1]).exit_code == 0
     assert ways == [FROZEN, ONLINE, OFFLINE]
     assert files[0].read_text() == files[1].read_text()
     decoded = json.loads(files[0].read_text())["decoded"]["kangaroo"]
