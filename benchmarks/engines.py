@@ -196,7 +196,7 @@ def find_drafter(settings: Settings, draft: str, directory: Path) -> tuple[Draft
         raise BenchError(f"--draft must be one of {', '.join(DRAFTS)}, not {draft}")
     chosen = drafter_of(draft, settings.drafter)
     try:
-        drafter = drafting.initial(chosen, directory, settings.home_dir)
+        drafter = drafting.initial(chosen, directory, settings.cache_dir)
     except drafting.DrafterError as error:
         raise BenchError(str(error)) from None
     description = chosen.source or f"first {chosen.layers} layers" if chosen.kind == "language_model" else "untrained"

@@ -10,9 +10,11 @@ from typing import Self
 import filelock
 from redis.exceptions import RedisError
 
+from deploy.former_home import move_former_home
 from osd import files
 from osd.capture.server import RedisSetupError, RedisSupervisor, open_redis, public_url
 from osd.config import ConfigError, Settings
+from osd.config.sources import default_home
 from osd.running import lock
 from osd.sealed import discard_secrets
 from osd.target.files import TargetError
@@ -80,13 +82,15 @@ class Assembly(ABC):
         """Start the parts."""
 
     def _open(self) -> None:
-        """Lock the home directory and connect to Redis or start it, as all other parts need both."""
+        """Lock the home directory, fill it from an earlier version's, and connect to Redis or start it."""
         home = self.settings.home_dir
         files.make_directory(home)
         try:
             self._ends.enter_context(lock(home))
         except filelock.Timeout:
             raise StartError(f"osd already runs in {home}; stop it, or set another home") from None
+        if home == default_home():
+            move_former_home(home)
         self._ends.callback(discard_secrets, self.settings)
         self._report("starting Redis")
         handle = open_redis(self.settings)

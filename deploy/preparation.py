@@ -201,7 +201,7 @@ class _First:
 
         progress.disable_progress_bar()
         try:
-            return drafting.initial(self._settings.drafter, self._target, self._settings.home_dir)
+            return drafting.initial(self._settings.drafter, self._target, self._settings.cache_dir)
         except DrafterError as error:
             raise ConfigError(str(error)) from error
 
@@ -220,7 +220,7 @@ class _First:
         made_of = [drafter.model_dump_json(), (self._target / "config.json").read_text()]
         made_of += map(importlib.metadata.version, ("osd-llm", "transformers"))
         name = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
-        file = self._settings.home_dir / "drafters" / f"{name}.json"
+        file = self._settings.cache_dir / "drafters" / f"{name}.json"
         try:
             return json.loads(file.read_text())
         except (FileNotFoundError, ValueError):

@@ -39,7 +39,7 @@ PROMPTS = (
 def engine_of(settings: Settings) -> Engine:
     """Return an engine with the draft model as its drafter, not started."""
     directory = target_directory(settings)
-    drafter = drafting.initial(settings.drafter, directory, settings.home_dir)
+    drafter = drafting.initial(settings.drafter, directory, settings.cache_dir)
     return make_engine(settings, directory, load_tokenizer(directory), InitialDrafter(drafter, 1), None)
 
 

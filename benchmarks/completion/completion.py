@@ -157,7 +157,7 @@ class CompletionBench:
         }
         chosen = settings.drafter.distilled
         chosen = chosen if chosen.kind == "early_exit" else EarlyExitSettings()
-        drafter = drafting.initial(chosen, self.directory, settings.home_dir)
+        drafter = drafting.initial(chosen, self.directory, settings.cache_dir)
         assert isinstance(drafter, EarlyExit)  # noqa: S101  the kind of its settings
         self.drafter = drafter
 

@@ -64,7 +64,7 @@ def context(
     growth = ChainSettings(depth=_DEEPEST, governed=False)
     settings = settings.model_copy(update={"engine": engine_settings, "drafter": selection, "growth": growth})
     with loading(), extend_context(target_directory(settings), engine_settings.context) as directory:
-        drafter = drafting.initial(selection, directory, settings.home_dir)
+        drafter = drafting.initial(selection, directory, settings.cache_dir)
         engine = engine_with(settings, directory, drafter)
     ids = _ids(engine.tokenizer, text, sizes[-1])
     with running(engine):

@@ -58,7 +58,7 @@ def economy(
     results: list[EconomySession] = []
     for number in range(sessions):
         with engines.loading():
-            drafter = served(initial(settings.drafter, directory, settings.home_dir), settings)
+            drafter = served(initial(settings.drafter, directory, settings.cache_dir), settings)
             engine = engines.engine_with(settings, directory, drafter)
         token_ids = engines.encode_short(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
         switchback = Switchback(settings.economy.measure, settings.economy.max_loss, seed=number)

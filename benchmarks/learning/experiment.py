@@ -167,7 +167,7 @@ class Experiment:
         chosen = drafter_of(kind, self.settings.drafter)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = drafting.initial(chosen, self.setup.directory, self.settings.home_dir)
+            drafter = drafting.initial(chosen, self.setup.directory, self.settings.cache_dir)
         return drafting.trainable(with_required_head(drafter, self.settings.growth))
 
     def stream_for(self, drafter: Trainable, stream: RecordedStream) -> RecordedStream:

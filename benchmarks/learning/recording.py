@@ -171,7 +171,7 @@ class TapReader(Recall):
 
 def _taps(settings: Settings, readers: Sequence[DrafterSettings], directory: Path) -> tuple[int, ...]:
     """Return the layers that drafters of ``readers`` read: those of the first one, then further layers of the rest."""
-    first, *rest = [drafting.initial(reader, directory, settings.home_dir).needs.taps for reader in readers]
+    first, *rest = [drafting.initial(reader, directory, settings.cache_dir).needs.taps for reader in readers]
     return first + tuple(sorted({tap for taps in rest for tap in taps} - set(first)))
 
 

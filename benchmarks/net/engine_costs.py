@@ -87,6 +87,6 @@ def costs_of_ways(
     for way in (RECALL, FROZEN, RECALL_FROZEN):
         way_settings = settings_of_way(settings, way, settings.home)
         chosen = way_settings.drafter
-        drafter = trained_drafter if chosen.trainable else drafting.initial(chosen, setup.directory, settings.home_dir)
+        drafter = trained_drafter if chosen.trainable else drafting.initial(chosen, setup.directory, settings.cache_dir)
         measure = partial(engine_costs, way_settings, setup.directory, setup.tokenizer, drafter, prompts, trained)
         results.once(f"costs-{chosen.kind}", CostMeasurement, measure)

@@ -1,4 +1,4 @@
-"""Virtual environments of peers, created once under the home directory."""
+"""Virtual environments of peers, created once under ``cache``."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class PeerEnvironment:
     pins: tuple[str, ...] = ()
     cmake: Callable[[], Sequence[str]] = tuple
 
-    def python(self, home: Path, report: Callable[[str], None]) -> Path:
+    def python(self, cache: Path, report: Callable[[str], None]) -> Path:
         """Return the interpreter; install the packages first if necessary.
 
         Raises:
             PeerError: the installation failed.
         """
-        folder = home / "peers" / self.name
+        folder = cache / "peers" / self.name
         python, stamp = folder / "bin" / "python", folder / "installed.json"
         contents = json.dumps([self.requirement, *self.pins, self.without, list(self.cmake())])
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -64,12 +64,12 @@ def peers(
         if name not in PEERS:
             fail(f"--peer must be one of {', '.join(PEERS)}, not {name}")
     engines.check_slots(settings, streams)
-    home = settings.home_dir
+    cache = settings.cache_dir
     with tempfile.TemporaryDirectory() as scratch:
         with engines.loading():
             texts = load(prompts)
             directory = target_directory(settings, say)
-            gguf = gguf_of(settings.target.source, home, say)
+            gguf = gguf_of(settings.target.source, cache, say)
             drafter, name = engines.find_drafter(settings, draft, directory)
             engine = engines.engine_with(engines.without_prefix_cache(settings), directory, drafter)
             small, draft_gguf = drafter, None
@@ -105,7 +105,7 @@ def peers(
             answered = answer_prompts(engine, token_ids[after : after + unseen], tokens)
             if not answered:
                 fail(f"--prompts: none of {unseen} answers is long enough to be timed")
-            rows = measure(entries, models, home, engine_runner(engine), answered, turns)
+            rows = measure(entries, models, cache, engine_runner(engine), answered, turns)
     about = {"target": settings.target.source, "draft": name, "prompts": prompts, "streams": streams, "tokens": tokens}
     figures = {**about, "after": after, "turns": turns, "peers": [asdict(row) for row in rows]}
     conclude([table(rows)], figures, json_file)
@@ -179,7 +179,7 @@ def answer_prompts(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: i
 def measure(
     chosen: Mapping[str, PeerEntry],
     models: PeerModels,
-    home: Path,
+    cache: Path,
     run: EngineRunner,
     prompts: Sequence[AnsweredPrompt],
     turns: int,
@@ -194,7 +194,7 @@ def measure(
         say(f"{name}: starting")
         try:
             load = entry.load(models)  # before the installation, because it fails if there is no model for the peer
-            python = Path(sys.executable) if entry.environment is None else entry.environment.python(home, say)
+            python = Path(sys.executable) if entry.environment is None else entry.environment.python(cache, say)
             shared = {"OMP_NUM_THREADS": str(models.threads), "HF_HUB_OFFLINE": "1"}
             environment = shared | entry.variables(models, python.parent.parent)
             with WorkerProcess(command(python, entry.script), load, environment) as worker:

@@ -59,7 +59,7 @@ def vllm(
     """Compare vLLM with our drafters to vLLM alone.
 
     Recall and suffix learn from all decoded text. Trained drafters are exported, and vLLM's own server drafts with
-    them. vLLM runs in one process at a time, in an environment under the home directory, which is created if missing.
+    them. vLLM runs in one process at a time, in an environment under ``cache``, which is created if missing.
     Decoding is greedy in float32, and answers end where our engine ends them. The command fails if an answer differs
     from vLLM's own, or if the acceptance rate of an export differs from ours by more than 0.03.
     """
@@ -112,7 +112,7 @@ def _untrained(
             fail(f"--prompts: none of {prompts} answers is long enough to be measured")
     models = _models(settings, directory, recalling.BATCH)
     with tempfile.TemporaryDirectory() as scratch:
-        vllm_answers = recalling.measure_vllm(models, settings.home_dir, Path(scratch), learnt, answered, ways)
+        vllm_answers = recalling.measure_vllm(models, settings.cache_dir, Path(scratch), learnt, answered, ways)
     return recalling.rows(engine_answers, vllm_answers), len(answered)
 
 
@@ -147,7 +147,7 @@ def _exports(
                 engine_answers[kind] = exports.measure_engine(engine, answered)
         models = _models(_exact_settings(settings, LOOKUP), directory, 1)
         Path(scratch, "path").mkdir()
-        vllm_answers = exports.measure_vllm(models, settings.home_dir, Path(scratch, "path"), exported, answered)
+        vllm_answers = exports.measure_vllm(models, settings.cache_dir, Path(scratch, "path"), exported, answered)
         return exports.rows(engine_answers, vllm_answers), len(answered)
 
 

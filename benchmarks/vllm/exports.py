@@ -111,7 +111,7 @@ def measure_engine(engine: Engine, prompts: Sequence[AnsweredPrompt]) -> WayAnsw
 
 def measure_vllm(
     models: PeerModels,
-    home: Path,
+    cache: Path,
     scratch: Path,
     exports: Mapping[str, ExportedDrafter],
     prompts: Sequence[AnsweredPrompt],
@@ -124,7 +124,7 @@ def measure_vllm(
     Raises:
         PeerError: vLLM cannot be installed, does not load an export, or does not run.
     """
-    python, environment = installed(models, home)
+    python, environment = installed(models, cache)
     scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # only this package, not its neighbours
     answers_by_way = {}
 

@@ -120,7 +120,7 @@ def measure_engine(
 
 def measure_vllm(
     models: PeerModels,
-    home: Path,
+    cache: Path,
     scratch: Path,
     stream: Sequence[AnsweredPrompt],
     prompts: Sequence[AnsweredPrompt],
@@ -134,7 +134,7 @@ def measure_vllm(
     Raises:
         PeerError: vLLM, or the package of a way, cannot be installed or run.
     """
-    python, environment = installed(models, home)
+    python, environment = installed(models, cache)
     if SUFFIX in ways:
         _install_suffix(python)
     scratch.joinpath("osd").symlink_to(Path(osd.__file__).parent)  # only this package, not its neighbours

@@ -27,13 +27,13 @@ _POLL_SECONDS = 0.2
 _DRAFTED, _ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 
 
-def installed(models: PeerModels, home: Path) -> tuple[Path, dict[str, str]]:
+def installed(models: PeerModels, cache: Path) -> tuple[Path, dict[str, str]]:
     """Return the interpreter of vLLM's environment, created if missing, and the variables that it needs.
 
     Raises:
         PeerError: the installation failed.
     """
-    python = VLLM.python(home, say)
+    python = VLLM.python(cache, say)
     variables = vllm_variables(models, python.parent.parent)
     variables |= {"OMP_NUM_THREADS": str(models.threads), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return python, variables

@@ -132,15 +132,16 @@ def _memory(settings: Settings) -> Finding:
 
 
 def _disk(settings: Settings) -> Finding:
-    home = settings.home_dir
-    try:
-        files.make_directory(home)
-        with tempfile.TemporaryFile(dir=home):
-            free = shutil.disk_usage(home).free
-    except OSError as error:
-        return Finding("disk", "failure", f"home {home} cannot be written: {error.strerror}")
-    says = f"{free >> 20:,} MiB are free in {home}"
-    return Finding("disk", "warning" if free < _LEAST_FREE else "ok", says)
+    free: dict[Path, int] = {}
+    for name, folder in (("home", settings.home_dir), ("cache", settings.cache_dir)):
+        try:
+            files.make_directory(folder)
+            with tempfile.TemporaryFile(dir=folder):
+                free[folder] = shutil.disk_usage(folder).free
+        except OSError as error:
+            return Finding("disk", "failure", f"{name} {folder} cannot be written: {error.strerror}")
+    says = ", ".join(f"{size >> 20:,} MiB are free in {folder}" for folder, size in free.items())
+    return Finding("disk", "warning" if min(free.values()) < _LEAST_FREE else "ok", says)
 
 
 def redis_finding(settings: Settings) -> Finding:

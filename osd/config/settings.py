@@ -16,6 +16,9 @@ from osd.config.growth import BestFirstSettings, GrowthSettings
 from osd.config.selection import AttentionSettings, FullAttentionSettings
 from osd.config.trainer import TrainerSettings
 
+DEFAULT_HOME, DEFAULT_CACHE = Path("~/.local/share/osd"), Path("~/.cache/osd")
+"""Folders of lasting data and of files that osd can make again, without a setting and without XDG variables."""
+
 Verification = Literal["chain", "block", "siblings", "traversal", "naive", "greedy_multidraft", "k_seq"]
 """Names of the verification rules."""
 
@@ -382,7 +385,16 @@ class Settings(Section):
     ``Settings.model_validate(settings.model_dump())``, stay the same there.
     """
 
-    home: Path = Field(default=Path("~/.cache/osd"), description="folder of models, registry and checkpoints")
+    home: Path = Field(
+        default=DEFAULT_HOME,
+        description="folder of data that lasts: registry, checkpoints, audit log; without home it is osd in "
+        "XDG_DATA_HOME, if that is set",
+    )
+    cache: Path | None = Field(
+        default=None,
+        description="folder of files that osd can make again, such as downloaded models; by default home if it is set, "
+        "or else ~/.cache/osd, or osd in XDG_CACHE_HOME",
+    )
     redis_url: str | None = Field(
         default=None,
         description="URL of an existing Redis: redis://, rediss:// or redis+sentinel://; by default osd starts one",
@@ -537,6 +549,12 @@ class Settings(Section):
     def home_dir(self) -> Path:
         """Absolute path of the home directory."""
         return self.home.expanduser().absolute()
+
+    @property
+    def cache_dir(self) -> Path:
+        """Absolute path of the folder of files that osd can make again."""
+        folder = self.cache or (DEFAULT_CACHE if self.home == DEFAULT_HOME else self.home)
+        return folder.expanduser().absolute()
 
     @property
     def registry_dir(self) -> Path:

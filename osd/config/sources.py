@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from osd.config.base import ConfigError, Section
 from osd.config.scenario import Scenario
 from osd.config.secrets import with_keys, with_redis_address
-from osd.config.settings import Settings
+from osd.config.settings import DEFAULT_CACHE, DEFAULT_HOME, Settings
 
 _VLLM_PREFIX = "OSD_VLLM_"  # of variables that ``osd.vllm`` reads in other processes
 _EXAMPLES = {"--set": "engine.slots=8", "--assume": "domains.count=20"}
@@ -56,6 +56,8 @@ def load_settings(
     named = ((tuple(key.split(".")), _scalar(value), option) for option, (key, value) in options.items())
     given = ((tuple(key.split(".")), value, "args") for key, value in dotted(arguments or {}).items())
     entries = (*_from_file(file), *_from_environment(environ), *named, *_from_overrides(overrides, "--set"), *given)
+    if not any(path == ("home",) for path, *_ in entries):
+        entries = (*_from_xdg(environ), *entries)
     return with_redis_address(with_keys(_read(Settings, entries)))
 
 
@@ -137,6 +139,26 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
         path = tuple(name.removeprefix("OSD_").lower().split("__"))
         if name.startswith("OSD_") and not name.startswith(_VLLM_PREFIX) and _is_meant(name, path, environ[name]):
             yield path, _scalar(environ[name]), f"the environment variable {name}"
+
+
+def default_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the absolute path of ``home`` where no setting names it."""
+    home = _xdg_folder(environ, "XDG_DATA_HOME") or DEFAULT_HOME
+    return home.expanduser().absolute()
+
+
+def _from_xdg(environ: Mapping[str, str]) -> Iterator[_Entry]:
+    """Yield ``home`` and ``cache`` in the folders of the XDG variables; nothing without these variables."""
+    home, cache = (_xdg_folder(environ, name) for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME"))
+    if home is not None:
+        yield ("home",), home, "the environment variable XDG_DATA_HOME"
+    if home is not None or cache is not None:
+        yield ("cache",), cache or DEFAULT_CACHE, "the environment variable XDG_CACHE_HOME"
+
+
+def _xdg_folder(environ: Mapping[str, str], name: str) -> Path | None:
+    base = Path(environ.get(name, ""))
+    return base / "osd" if base.is_absolute() else None  # the XDG specification ignores relative paths
 
 
 def _is_meant(name: str, path: tuple[str, ...], value: str) -> bool:

@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 
-def initial(settings: DrafterSettings, target_dir: Path, home: Path) -> Drafter:
+def initial(settings: DrafterSettings, target_dir: Path, cache: Path) -> Drafter:
     """Make the first drafter of a domain; raise DrafterError if the settings do not fit the target."""
     chosen = settings.distilled
     if chosen.kind not in DRAFTERS:
         raise DrafterError(f"drafter.kind is {chosen.kind!r}, which is no kind of drafter")
-    return DRAFTERS[chosen.kind].initial(chosen, target_dir, home)
+    return DRAFTERS[chosen.kind].initial(chosen, target_dir, cache)
 
 
 def served(drafter: Drafter, settings: Settings) -> Drafter:

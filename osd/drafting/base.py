@@ -52,10 +52,10 @@ class Drafter(ABC):
     """Kind of the trained drafter's calls in the cost model, for a drafter with two sources."""
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         """Make the first version of a domain; raise DrafterError if the settings do not fit the target.
 
-        ``settings`` are the settings ``drafter`` of the kind, and ``home`` is the directory for further models.
+        ``settings`` are the settings ``drafter`` of the kind, and ``cache`` is the directory for further models.
         """
         raise DrafterError(f"a {cls.kind} drafter has no first version")
 

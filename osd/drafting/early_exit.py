@@ -112,7 +112,7 @@ class EarlyExit(TargetHeadDrafter):
         self.controller = nn.Parameter(torch.zeros(3, hidden))
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         return cls(load_part(target_dir), settings.vocabulary, first_layers_of(target_dir))
 
     @classmethod

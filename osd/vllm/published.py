@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from osd.registry.versions import Registry, VersionError
 from osd.vllm.exported import ExportedDrafter
 from osd.vllm.settings import REGISTRY, SettingsError, VllmSettings
 
-_CACHE, _KEPT = Path("~/.cache/osd/vllm"), 2  # cached versions from an object store
+_KEPT = 2  # cached versions from an object store
 
 
 @dataclass(frozen=True)
@@ -96,4 +97,4 @@ def _storage(location: str) -> Storage:
         return LocalStorage(Path(location).expanduser())
     from osd.registry.object_storage import ObjectStorage
 
-    return ObjectStorage(location, _CACHE.expanduser(), _KEPT)
+    return ObjectStorage(location, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "osd/vllm").expanduser(), _KEPT)

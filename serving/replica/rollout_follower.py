@@ -60,7 +60,7 @@ def starting_drafter(settings: Settings, registry: Registry, pointer: Pointer, t
                 refused.add(number)
         else:
             return InitialDrafter(drafter, number, refused)
-    initial = drafting.initial(settings.drafter, target_dir, settings.home_dir)
+    initial = drafting.initial(settings.drafter, target_dir, settings.cache_dir)
     return InitialDrafter(drafting.served(initial, settings), 0, refused)
 
 

@@ -69,13 +69,13 @@ class VocabularyStructure:
     single: int | None
 
 
-def read(source: str, label: str, home: Path, report: Report = lambda step: None) -> Vocabulary:
+def read(source: str, label: str, cache: Path, report: Report = lambda step: None) -> Vocabulary:
     """Read a vocabulary.
 
     Args:
         source: file, directory, or model as in ``target.source``.
         label: name of the vocabulary.
-        home: home directory, which caches downloads.
+        cache: folder for downloads.
         report: called with a description of each download.
 
     Raises:
@@ -86,7 +86,7 @@ def read(source: str, label: str, home: Path, report: Report = lambda step: None
         raise VocabularyError(f"there is no file or directory {source}")
     if not path.is_file() or path.suffix == ".gguf":
         try:
-            path = resolve_tokenizer(source, home, report)
+            path = resolve_tokenizer(source, cache, report)
         except TargetError as error:
             raise VocabularyError(str(error).removeprefix("target.source: ")) from None
     return Vocabulary.read(path, label, source)

@@ -58,7 +58,7 @@ def tokenizer(
 
     try:
         vocabularies = [
-            read(source, name, settings.home_dir, say) for source, name in zip(sources, labels, strict=True)
+            read(source, name, settings.cache_dir, say) for source, name in zip(sources, labels, strict=True)
         ]
     except VocabularyError as error:
         fail(f"SOURCE: {error}")

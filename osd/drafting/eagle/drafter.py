@@ -51,7 +51,7 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
         self.embedding, self.target_head = embedding, target_head
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         last = load_config(target_dir).num_hidden_layers - 1
         with layer_by_layer(target_dir) as whole:
             return cls.from_target(load_part(target_dir, layers=(last,)), settings.vocabulary, whole)

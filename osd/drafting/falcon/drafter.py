@@ -85,7 +85,7 @@ class Falcon(LayerDrafter[FalconShape], TargetHeadDrafter):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # micro-steps, for the schedule of glancing
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         part = load_part(target_dir, layers=(load_config(target_dir).num_hidden_layers - 1,))
         with layer_by_layer(target_dir) as whole:
             return cls.from_target(part, settings.block, settings.vocabulary, whole)

@@ -62,7 +62,7 @@ class LanguageModel(Trainable):
                 layer.requires_grad_(False)
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         """Make a drafter of the model ``settings.source``, or else of the target's first ``settings.layers`` layers."""
         if settings.source is None:
             if settings.revision is not None:
@@ -71,7 +71,7 @@ class LanguageModel(Trainable):
             model: Any = load_model(target_dir, "float32", "cpu", settings.layers)
             model.set_attn_implementation("sdpa")
             return cls(model, shared=True, prompt_tokens=settings.prompt_tokens)
-        directory = resolve(settings.source, home, revision=settings.revision)
+        directory = resolve(settings.source, cache, revision=settings.revision)
         model = load_model(directory, "float32", "cpu")
         model.set_attn_implementation("sdpa")  # for training
         translation = translation_of(model, directory, load_part(target_dir), target_dir)

@@ -79,7 +79,7 @@ class PromptTokens(Trainable):
         self._target = FrozenTarget(load_target)
 
     @classmethod
-    def initial(cls, settings: Any, target_dir: Path, home: Path) -> Self:
+    def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
         load = partial(load_model, target_dir, "auto", "cpu")
         words = load_part(target_dir)
         return cls(words, settings.tokens, settings.copies, settings.rows, load)

@@ -53,7 +53,7 @@ class Recall(Drafter):
     needs = Needs(target_rows=True)
 
     @classmethod
-    def initial(cls, settings: RecallDrafterSettings, target_dir: Path, home: Path) -> Recall:
+    def initial(cls, settings: RecallDrafterSettings, target_dir: Path, cache: Path) -> Recall:
         return cls()
 
     @classmethod

@@ -15,6 +15,7 @@ from osd.config import (
     Settings,
     load_settings,
 )
+from osd.config.sources import default_home
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -54,6 +55,37 @@ def test_short_variables_set_home_and_redis_url(tmp_path):
     assert settings.home_dir == tmp_path
     assert settings.registry_dir == tmp_path / "registry"
     assert settings.redis_url == "redis://127.0.0.1:1/0"
+
+
+def test_data_and_cache_have_separate_folders_by_default(monkeypatch):
+    monkeypatch.setenv("HOME", "/me")
+    settings = load_settings(None, (), {})
+    assert settings.home_dir == default_home({}) == Path("/me/.local/share/osd")
+    assert settings.cache_dir == Path("/me/.cache/osd")
+    assert Settings.model_validate(settings.model_dump()).cache_dir == Path("/me/.cache/osd")
+
+
+def test_cache_is_in_home_where_home_is_set():
+    assert load_settings(None, (), {"OSD_HOME": "/data", "XDG_CACHE_HOME": "/c"}).cache_dir == Path("/data")
+    assert load_settings(None, ["home=/data", "cache=/fast"], {}).cache_dir == Path("/fast")
+    assert Settings().model_copy(update={"home": Path("/data")}).cache_dir == Path("/data")
+
+
+@pytest.mark.parametrize(
+    ("environ", "home", "cache"),
+    [
+        ({"XDG_DATA_HOME": "/d"}, "/d/osd", "/me/.cache/osd"),
+        ({"XDG_CACHE_HOME": "/c"}, "/me/.local/share/osd", "/c/osd"),
+        ({"XDG_DATA_HOME": "/d", "XDG_CACHE_HOME": "/c"}, "/d/osd", "/c/osd"),
+        ({"XDG_DATA_HOME": "/d", "OSD_CACHE": "/fast"}, "/d/osd", "/fast"),
+        ({"XDG_DATA_HOME": "d", "XDG_CACHE_HOME": ""}, "/me/.local/share/osd", "/me/.cache/osd"),
+    ],
+)
+def test_xdg_variables_place_data_and_cache(monkeypatch, environ, home, cache):
+    monkeypatch.setenv("HOME", "/me")
+    settings = load_settings(None, (), environ)
+    assert (settings.home_dir, settings.cache_dir) == (Path(home), Path(cache))
+    assert default_home(environ) == Path(home)
 
 
 def test_values_are_parsed_from_text():
