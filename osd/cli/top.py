@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 _WINDOW = 10.0
 """Seconds over which rates and shares are computed."""
 
+_LATENCIES = {
+    "first token": "vllm:time_to_first_token_seconds",
+    "between tokens": "vllm:inter_token_latency_seconds",
+    "whole": "vllm:e2e_request_latency_seconds",
+}
+"""Histogram of each latency."""
+
 _FEW = 100
 """Number of draft tokens below which no acceptance rate is shown, because it would be noise."""
 
@@ -95,13 +102,6 @@ def _span(scrapes: deque[Scrape], now: Scrape) -> Span:
         scrapes.popleft()
     scrapes.append(now)
     return Span(scrapes[0], now)
-
-
-_LATENCIES = {
-    "first token": "vllm:time_to_first_token_seconds",
-    "between tokens": "vllm:inter_token_latency_seconds",
-    "whole": "vllm:e2e_request_latency_seconds",
-}
 
 
 def figures(span: Span) -> dict[str, Any]:
