@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -100,7 +100,12 @@ def refusals(
     for table in () if as_json else tables(prompts, comparisons):
         show(table)
     if as_json or json_file is not None:
-        figures = {"target": settings.target.source, "url": url, "prompts": len(prompts), "plan": asdict(plan)}
+        figures: dict[str, Any] = {
+            "target": settings.target.source,
+            "url": url,
+            "prompts": len(prompts),
+            "plan": asdict(plan),
+        }
         figures |= {"judge": judge_model or "phrases", "alpha": ALPHA, "tie": tie}
         figures["ways"] = [comparison.figures() for comparison in comparisons]
         if as_json:
