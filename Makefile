@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo bench test mutants soak faults cluster image kube vllm release quality browser prometheus
+.PHONY: help install develop demo bench test mutants soak faults cluster image kube vllm release quality docs browser prometheus
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -73,6 +73,18 @@ quality: develop ## Run every check that is not a test of behaviour
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/unit/cli/test_commands.py -k help
+
+# An environment of its own, because the service needs no package of it.
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt $$(.venv-docs/bin/python -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+# The second command fails if a page loads anything from another host.
+docs: .venv-docs/.installed ## Build the documentation as a website into site/
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	! grep -rnoE '<(script|link|img|iframe)[^>]* (src|href)=.?(https?:)?//[^ >]*' site --include=*.html
 
 # The dashboard's tests need a browser. It is installed if that needs no password; otherwise a message names it.
 browser:

@@ -8,11 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
 from docs.reference import settings
+from docs.website import linked_files, site_path, with_site_links
 from osd.cli.app import app
 from osd.cli.offered import offered
 from osd.config import Settings
@@ -154,3 +156,46 @@ def test_commands_of_the_readme_parse():
 def test_parse_refuses_an_unknown_option():
     with pytest.raises(TyperException, match="--model-length"):
         parse(["up", "a/model", "--model-length", "4096"])
+
+
+def navigation(entries: list) -> list[str]:
+    """Return the pages of the website in their order."""
+    pages = []
+    for entry in entries:
+        inner = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        pages += navigation(inner) if isinstance(inner, list) else [inner]
+    return pages
+
+
+def test_website_has_every_page_in_the_order_of_the_readme():
+    pages = navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    expected = [path.relative_to(ROOT).as_posix() for path in PAGES if path.name != "README.md" or path.parent != ROOT]
+    assert sorted(pages) == sorted(map(site_path, expected))
+    table = (ROOT / "README.md").read_text().partition("## Where to go on")[2]
+    linked = [site_path(link) for link in LINK.findall(table) if link.endswith(".md")]
+    assert [page for page in pages if page in linked] == linked
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "changed"),
+    [
+        ("docs/http.md", "keys.md#limits", "keys.md#limits"),
+        ("docs/http.md", "../benchmarks/net.md", "benchmarks/net.md"),
+        ("docs/vllm.md", "../deploy/serve.vllm.yaml", "deploy/serve.vllm.yaml"),
+        ("benchmarks/net.md", "../docs/economy.md#terms", "../economy.md#terms"),
+        ("benchmarks/net.md", "README.md", "README.md"),
+        ("SECURITY.md", "docs/settings.md", "settings.md"),
+        ("docs/index.md", "../README.md", "index.md"),
+        ("docs/http.md", "https://example.org/a.md", "https://example.org/a.md"),
+        ("docs/http.md", "#limits", "#limits"),
+    ],
+)
+def test_website_changes_links_to_files_outside_docs(page: str, link: str, changed: str):
+    assert with_site_links(page, f"A [link]({link}).") == f"A [link]({changed})."
+
+
+def test_website_takes_the_files_that_pages_link():
+    assert linked_files("docs/a.md", "[b](b.md#c) [d](../SECURITY.md) [e](https://example.org) [f](#f)") == {
+        "docs/b.md",
+        "SECURITY.md",
+    }

@@ -35,7 +35,7 @@ def test_dependencies_are_pinned_within_their_ranges():
     extras = PROJECT["optional-dependencies"]
     for text in (
         *PROJECT["dependencies"],
-        *(text for name in ("serve", "vllm", "cluster", "otel", "s3", "dev") for text in extras[name]),
+        *(text for name in ("serve", "vllm", "cluster", "otel", "s3", "docs", "dev") for text in extras[name]),
     ):
         requirement = Requirement(text)
         if requirement.name == PROJECT["name"]:
