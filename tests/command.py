@@ -36,6 +36,13 @@ def run_cli(*arguments: object, home: Path | None = None, redis_url: str | None 
     return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
 
 
+def purge(request: str, home: Path, redis_url: str, codes: tuple[int, ...] = (0,)) -> str:
+    """Purge a request and return the output of the command."""
+    result = run_cli("traces", "purge", "--request", request, home=home, redis_url=redis_url)
+    assert result.exit_code in codes, result.output
+    return result.output
+
+
 def refusal(result: Result) -> str:
     """Return the one-line error of a command that refuses its arguments."""
     assert result.exit_code == 2, result.output

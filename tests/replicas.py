@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 
+from osd.config import Settings
 from osd.engine.request import Request, SamplingParams
 from serving.replica.replica import Replica
 from tests.unit.engine.harness import prompts
 from tests.waiting import HANG_SECONDS
 
 PROMPT = tuple(prompts([21], seed=6)[0])
+
+
+def recall_settings(target, home, slots=2, **more):
+    """Return the settings of replicas with recall and without a governor, which depends on the machine."""
+    return Settings(
+        home=home,
+        target={"source": str(target), "dtype": "float32"},
+        drafter={"kind": "recall", "recall": {"megabytes": 1}},
+        growth={"kind": "best_first", "governed": False},
+        engine={"slots": slots, "context": 256, "threads": 1, "max_draft": 24},
+        **more,
+    )
 
 
 class NoMetrics:
@@ -70,3 +84,23 @@ def decode(
     request = Request(name, prompt, tokens, sampling, ignore_eos=True, capture=capture, domain=domain, tenant=tenant)
     replica.submit(request, on_update)
     return lambda: ended.wait(HANG_SECONDS) or pytest.fail("the request does not end")
+
+
+@contextmanager
+def blocked_request(replica, name, updates=1):
+    """Run a request that stops after some updates until the end of the context."""
+    may_continue, stops, seen = threading.Event(), threading.Event(), []
+
+    def block(update):
+        seen.append(update)
+        if len(seen) >= updates:
+            stops.set()
+            may_continue.wait(HANG_SECONDS)
+
+    wait = decode(replica, name, tokens=100, on_progress=block)
+    try:
+        assert stops.wait(HANG_SECONDS)
+        yield
+    finally:
+        may_continue.set()
+    wait()

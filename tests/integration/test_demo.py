@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.demo import measure as measuring
-from deploy.demo.measure import DecodingMode, ServedState, measure
+from deploy.demo.measure import DecodingMode, HeldOutResult, ServedState, measure
 from deploy.demo.report import DemoRun, MetricsSample, write
 from osd import drafting
 from osd.config import Settings, load_settings
@@ -22,9 +22,10 @@ from osd.traffic.prompt import Prompt
 PROMPTS = [Prompt(str(number), "test", (f"def f{number}():",)) for number in range(20)]
 
 
-@pytest.fixture
-def settings(tiny_target: Path, tmp_path: Path) -> Settings:
-    options = {"home": tmp_path, "target.source": tiny_target, "target.dtype": "float32", "engine.context": 128}
+@pytest.fixture(scope="module")
+def settings(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    home = tmp_path_factory.mktemp("home")
+    options = {"home": home, "target.source": tiny_target, "target.dtype": "float32", "engine.context": 128}
     options |= {
         "drafter.trained.kind": "language_model",
         "drafter.trained.layers": 2,
@@ -32,37 +33,42 @@ def settings(tiny_target: Path, tmp_path: Path) -> Settings:
         "engine.threads": 1,
     }
     settings = load_settings(None, [f"{key}={value}" for key, value in options.items()], {})
-    first = drafting.initial(settings.drafter, tiny_target, tmp_path)
+    first = drafting.initial(settings.drafter, tiny_target, home)
     registry = Registry(settings.registry_dir)
     for _ in range(2):
         registry.publish(settings.domain, first.weights(), first.config(), {})
     return settings
 
 
-def served_state(settings: Settings, tmp_path: Path) -> ServedState:
-    """Return the state that a service leaves, with empty recall tables."""
-    snapshots, early = Snapshots(settings.registry_dir), Snapshots(tmp_path / "early")
+@pytest.fixture(scope="module")
+def state(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> ServedState:
+    """State that a service leaves, with empty recall tables."""
+    snapshots, early = Snapshots(settings.registry_dir), Snapshots(tmp_path_factory.mktemp("early"))
     target = identify(settings.target.source, Path(settings.target.source))
     for store in (snapshots, early):
         store.write(settings.domain, Memories(settings.recall).of(""), target)
     return ServedState(1, 2, snapshots, early)
 
 
-def test_demo_measures_every_mode_on_the_same_prompts(settings, monkeypatch, tmp_path):
-    decoded: list[tuple[measuring.Ids, DecodingMode]] = []
-    decode = measuring.decode
+@pytest.fixture(scope="module")
+def measured(settings, state) -> tuple[HeldOutResult, list[tuple[measuring.Ids, DecodingMode]], list[str]]:
+    """The result of a measurement, the prompts that it decoded with their modes, and its reported steps."""
+    decoded, steps, decode = [], [], measuring.decode
 
     def record(engine: Engine, prompt, max_tokens, mode):
         decoded.append((prompt, mode))
         return decode(engine, prompt, max_tokens, mode)
 
-    monkeypatch.setattr(measuring, "decode", record)
-    steps: list[str] = []
-    held_out = measure(settings, PROMPTS, served_state(settings, tmp_path), 8, steps.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "decode", record)
+        return measure(settings, PROMPTS, state, 8, steps.append), decoded, steps
+
+
+def test_demo_measures_every_mode_on_the_same_prompts(measured):
+    held_out, decoded, steps = measured
     assert held_out.greedy_identical
     assert held_out.plain > 0
     for run in (held_out.first, held_out.last, held_out.recall, held_out.mixed, held_out.first_minute):
-        assert run is not None
         assert len(run.speeds) == measuring.PROMPTS
         assert run.counts.mean_acceptance_length == 1 + run.counts.accepted / max(run.counts.rounds, 1)
     assert held_out.first.counts.drafted > 0
@@ -77,15 +83,15 @@ def test_demo_measures_every_mode_on_the_same_prompts(settings, monkeypatch, tmp
     assert steps
 
 
-def test_demo_without_recall_measures_trained_drafters_only(settings, tmp_path):
+def test_demo_without_recall_measures_trained_drafters_only(settings, state):
     settings = settings.model_copy(update={"drafter": settings.drafter.trained})
-    held_out = measure(settings, PROMPTS, served_state(settings, tmp_path), 8, lambda step: None)
+    held_out = measure(settings, PROMPTS, state, 8, lambda step: None)
     assert held_out.recall is held_out.mixed is held_out.first_minute is None
     assert held_out.greedy_identical
     assert held_out.last.counts.drafted > 0
 
 
-def test_demo_detects_a_changed_output(settings, monkeypatch, tmp_path):
+def test_demo_detects_a_changed_output(settings, state, monkeypatch):
     decode = measuring.decode
 
     def wrong(engine: Engine, prompt, max_tokens, mode):
@@ -93,11 +99,10 @@ def test_demo_detects_a_changed_output(settings, monkeypatch, tmp_path):
         return replace(answer, ids=answer.ids[:-1]) if mode.speculate else answer
 
     monkeypatch.setattr(measuring, "decode", wrong)
-    assert not measure(settings, PROMPTS, served_state(settings, tmp_path), 8, lambda step: None).greedy_identical
+    assert not measure(settings, PROMPTS, state, 8, lambda step: None).greedy_identical
 
 
-def test_demo_report_has_the_documented_keys(settings, tmp_path):
-    held_out = measure(settings, PROMPTS, served_state(settings, tmp_path), 8, lambda step: None)
+def test_demo_report_has_the_documented_keys(measured, tmp_path):
     demo = DemoRun(
         "the target",
         60,
@@ -107,7 +112,7 @@ def test_demo_report_has_the_documented_keys(settings, tmp_path):
         trainer={"published": 1, "rejected": 2, "trained": 3},
     )
     demo.samples.append(MetricsSample(1, SpeculationCounts(2, 3, 4), 5, 6, 7, 0.008, 9, 10))
-    write(tmp_path / "report.json", demo, held_out)
+    write(tmp_path / "report.json", demo, measured[0])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report | {"held_out": None} == {
         "target": "the target",

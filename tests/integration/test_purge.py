@@ -12,7 +12,7 @@ from redis.exceptions import DataError
 from osd.admin import forgetting
 from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
-from tests.command import run_cli
+from tests.command import purge as purge_request
 from tests.unit.learning.toys import make_trace
 from tests.waiting import background
 from trainer import checkpoint
@@ -20,10 +20,7 @@ from trainer.budget import TrainingBudget
 
 
 def purge(loop, request, codes=(0,)):
-    """Purge a request and return the output of the command."""
-    result = run_cli("traces", "purge", "--request", request, home=loop.settings.home, redis_url=loop.url)
-    assert result.exit_code in codes, result.output
-    return result.output
+    return purge_request(request, loop.settings.home, loop.url, codes)
 
 
 def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
@@ -199,7 +196,7 @@ def test_request_purged_without_a_trainer_is_never_trained_on(make_loop, eventua
     assert "request-3" not in memory(worker)
 
 
-def test_purge_of_an_unknown_request_is_an_error(make_loop, eventually):
+def test_purge_of_an_unknown_request_is_an_error(make_loop):
     loop = make_loop()
     loop.first_version()
     assert "there is no request chatcmpl-unknown in a stream, in a trainer's memory" in purge(
@@ -207,48 +204,43 @@ def test_purge_of_an_unknown_request_is_an_error(make_loop, eventually):
     )
 
 
-def test_purge_names_members_that_do_not_answer(make_loop, monkeypatch):
-    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.2)
+@pytest.fixture
+def silent_loop(make_loop):
+    """Loop with one record and no trainer, in which the replica ``r1`` sent its last heartbeat."""
     loop = make_loop()
     loop.first_version()
     loop.send(1)
     with Purges(loop.url) as members:
-        members.alive(Member("trainer", "elsewhere"))
         members.alive(Member("replica", "r1"))
-    assert "the replica r1 and the trainer elsewhere did not answer" in purge(loop, "request-0", codes=(2,))
+    return loop
 
 
-def test_purge_names_a_replica_that_hangs_during_it(make_loop, monkeypatch):
+def test_purge_names_members_that_do_not_answer(silent_loop, monkeypatch):
+    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.2)
+    with Purges(silent_loop.url) as members:
+        members.alive(Member("trainer", "elsewhere"))
+    assert "the replica r1 and the trainer elsewhere did not answer" in purge(silent_loop, "request-0", codes=(2,))
+
+
+def test_purge_names_a_replica_that_hangs_during_it(silent_loop, monkeypatch):
     monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 0.5)
     monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 1.5)
-    loop = make_loop()
-    loop.first_version()
-    loop.send(1)
-    with Purges(loop.url) as members:
-        members.alive(Member("replica", "r1"))
-    assert "the replica r1 did not answer" in purge(loop, "request-0", codes=(2,))
+    assert "the replica r1 did not answer" in purge(silent_loop, "request-0", codes=(2,))
 
 
-def test_purge_names_a_replica_that_vanished_before_it(make_loop, monkeypatch):
+def test_purge_names_a_replica_that_vanished_before_it(silent_loop, monkeypatch):
     monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 0.0)
-    loop = make_loop()
-    loop.first_version()
-    loop.send(1)
-    with Purges(loop.url) as members:
-        members.alive(Member("replica", "r1"))
+    monkeypatch.setattr(forgetting, "HEARTBEAT_SECONDS", 0.2)
     absence = "the replica r1 is absent and has not answered"
-    assert f"{absence}; it forgets the request when it returns" in purge(loop, "request-0")
-    assert absence in purge(loop, "request-unknown", codes=(2,))
+    assert f"{absence}; it forgets the request when it returns" in purge(silent_loop, "request-0")
+    assert absence in purge(silent_loop, "request-unknown", codes=(2,))
 
 
-def test_purge_waits_for_the_heartbeat_after_a_clock_jump(make_loop, redis_client):
-    loop = make_loop()
-    loop.first_version()
-    loop.send(1)
+def test_purge_waits_for_the_heartbeat_after_a_clock_jump(silent_loop, redis_client):
     member, over = Member("replica", "r1"), threading.Event()
 
     def live():
-        follower = PurgeFollower(Purges(loop.url), member, lambda name, at: RemovedData(entries=7))
+        follower = PurgeFollower(Purges(silent_loop.url), member, lambda name, at: RemovedData(entries=7))
         with closing(follower):
             follower.alive()
             redis_client.pexpire("osd:replica:r1", 86_400_000 - 3_600_000)  # as after a jump of an hour
@@ -260,7 +252,7 @@ def test_purge_waits_for_the_heartbeat_after_a_clock_jump(make_loop, redis_clien
     begun = threading.Event()
     with background(live, over.set):
         begun.wait()
-        output = purge(loop, "request-0")
+        output = purge(silent_loop, "request-0")
     assert "absent" not in output
     assert "7 entries that may contain it" in output
 

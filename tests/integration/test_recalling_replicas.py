@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import Counter
 from contextlib import closing
@@ -14,12 +13,12 @@ import psutil
 import pytest
 import torch
 
-from osd.capture.purge import Member, Purges
+from osd.capture.purge import Purges
 from osd.capture.streams import stream_of
 from osd.capture.trace import FIELD, Array
 from osd.capture.trace import decode as decode_trace
 from osd.capture.writer import RecallWriter
-from osd.config import NoDrafterSettings, Settings
+from osd.config import NoDrafterSettings
 from osd.drafting.recall.snapshot import Snapshots
 from osd.recall.backends import backend
 from osd.recall.memory import KEPT, Observation, mark_of
@@ -27,23 +26,15 @@ from osd.target.identity import identify
 from serving.replica import recall_keeper
 from serving.replica.recall_keeper import RecallKeeper
 from serving.service import TextTooLongError
-from tests.command import run_cli
-from tests.replicas import PROMPT, Replicas, decode
+from tests.command import purge
+from tests.replicas import PROMPT, Replicas, blocked_request, decode, recall_settings
 from tests.tiny import tokenizer
 from tests.traces import small_trace
-from tests.waiting import HANG_SECONDS
 
 
 @pytest.fixture
 def settings(tiny_target, tmp_path):
-    return Settings(
-        home=tmp_path,
-        target={"source": str(tiny_target), "dtype": "float32"},
-        drafter={"kind": "recall", "recall": {"megabytes": 1}},
-        growth={"kind": "best_first", "governed": False},
-        engine={"slots": 2, "context": 256, "threads": 1, "max_draft": 24},
-        serving={"replicas": 2},
-    )
+    return recall_settings(tiny_target, tmp_path, serving={"replicas": 2})
 
 
 @pytest.fixture
@@ -79,10 +70,17 @@ def contents(replica):
     return replica.engine.pool.memories("general").of("").contents()
 
 
-def purge(settings, redis_url, request):
-    result = run_cli("traces", "purge", "--request", request, home=settings.home, redis_url=redis_url)
-    assert result.exit_code == 0, result.output
-    return result.output
+@pytest.fixture
+def add_purge(redis_url, eventually):
+    """Function that adds a purge without the command, waits for answers, and returns the time of the purge."""
+
+    def add_purge(request):
+        with Purges(redis_url) as purges:
+            purges.add(request)
+            eventually(lambda: purges.answers(request))
+            return purges.requests()[request]
+
+    return add_purge
 
 
 def test_purge_clears_replicas_and_snapshots(replicas, settings, redis_url, redis_client, eventually):
@@ -97,7 +95,7 @@ def test_purge_clears_replicas_and_snapshots(replicas, settings, redis_url, redi
     second = replicas.start("second again")
     assert used(second)
     eventually(lambda: redis_client.xlen(stream) == 2)
-    output = purge(settings, redis_url, "chatcmpl-1f")
+    output = purge("chatcmpl-1f", settings.home, redis_url)
     assert redis_client.xlen(stream) == 0
     assert re.search(r"[1-9]\d* entries that may contain it removed from recall", output)
     assert used(first) == used(second) == 0
@@ -108,7 +106,6 @@ def entries_on_disk(settings, domain):
     """Return the number of entries in the latest snapshot of a domain."""
     snapshots, target = Snapshots(settings.registry_dir), settings.target.source
     about = snapshots.about(domain)
-    assert about is not None
     table = backend().memory(about.entries)
     assert snapshots.restore(domain, table, identify(target, Path(target))) is not None
     return table.used()
@@ -127,12 +124,12 @@ def test_purge_reaches_all_snapshots_of_another_node(
     await_updates()
     assert "acme.general" not in other.engine.pool.all_memories()
     assert entries_on_disk(node, "acme.general") > 0
-    output = purge(settings, redis_url, "chatcmpl-1f")
+    output = purge("chatcmpl-1f", settings.home, redis_url)
     assert re.search(r"[1-9]\d* entries that may contain it removed from recall", output)
     assert entries_on_disk(node, "acme.general") == 0
 
 
-def test_restored_table_is_purged(replicas, settings, redis_url, eventually, monkeypatch):
+def test_restored_table_is_purged(replicas, settings, add_purge, eventually, monkeypatch):
     """Another replica writes the snapshot after the purge, and has not applied the purge."""
     monkeypatch.setattr(recall_keeper, "_SAVE_SECONDS", 0.01)
     first = replicas.start("first")
@@ -141,9 +138,7 @@ def test_restored_table_is_purged(replicas, settings, redis_url, eventually, mon
     text.append([100, 101, 102, 103], certain=True)
     observation = Observation([], [], torch.tensor([[1, 2]]), torch.tensor([[-0.1, -3.0]]), [1])
     table.learn(text, observation, 0.0, mark_of("chatcmpl-1f-0"), int(time.time()))
-    with Purges(redis_url) as purges:
-        purges.add("chatcmpl-1f")
-        eventually(lambda: Member("replica", "first") in purges.answers("chatcmpl-1f"))
+    add_purge("chatcmpl-1f")
     target = identify(settings.target.source, Path(settings.target.source))
     Snapshots(settings.registry_dir).write("acme.general", table, target)
     decode(first, "chatcmpl-2e-0", tokens=1, capture=False, domain=None, tenant="acme")()
@@ -155,52 +150,27 @@ def test_purge_applies_to_a_node_without_a_replica(replicas, settings, redis_url
     decode(replicas.start("first", home=node.home), "chatcmpl-1f-0", domain=None, tenant="acme")()
     replicas.end("first")
     assert entries_on_disk(node, "acme.general") > 0
-    purge(settings, redis_url, "chatcmpl-1f")
+    purge("chatcmpl-1f", settings.home, redis_url)
     replicas.start("second", home=node.home)
     assert entries_on_disk(node, "acme.general") == 0
 
 
-def test_snapshot_with_a_running_purged_request_says_so(replicas, settings, redis_url, eventually, monkeypatch):
+def test_snapshot_with_a_running_purged_request_says_so(replicas, settings, add_purge, eventually, monkeypatch):
     monkeypatch.setattr(recall_keeper, "_SAVE_SECONDS", 0.01)
     monkeypatch.setattr("osd.drafting.recall.snapshot.CLOCK_MARGIN", 0.0)
-    first, updates, may_continue = replicas.start("first"), [], threading.Event()
-
-    def block(update):
-        updates.append(update)
-        if len(updates) > 3:
-            may_continue.wait(HANG_SECONDS)
-
-    wait = decode(first, "chatcmpl-1f-0", tokens=100, on_progress=block)
-    eventually(lambda: len(updates) > 3)
-    with Purges(redis_url) as purges:
-        purges.add("chatcmpl-1f")
-        eventually(lambda: purges.answers("chatcmpl-1f"))
-        ((_, at),) = purges.requests().items()
     snapshots = Snapshots(settings.registry_dir)
-    eventually(lambda: (about := snapshots.about("general")) is not None and about.created > at)
-    about = snapshots.about("general")
-    may_continue.set()
-    wait()
-    assert about is not None
+    with blocked_request(replicas.start("first"), "chatcmpl-1f-0", updates=4):
+        at = add_purge("chatcmpl-1f")
+        eventually(lambda: (about := snapshots.about("general")) is not None and about.created > at)
+        about = snapshots.about("general")
     assert not about.is_purged(at)
 
 
 @pytest.mark.parametrize("kind", ["recall", "none"])
-def test_purge_of_a_running_request_leaves_no_trace(replicas, redis_url, redis_client, settings, eventually, kind):
-    drafter = settings.drafter if kind == "recall" else NoDrafterSettings()
-    first, started, may_continue = replicas.start("first", drafter=drafter), threading.Event(), threading.Event()
-
-    def block(update):
-        started.set()
-        may_continue.wait(HANG_SECONDS)
-
-    wait = decode(first, "chatcmpl-1f-0", tokens=100, on_progress=block)
-    assert started.wait(HANG_SECONDS)
-    with Purges(redis_url) as purges:
-        purges.add("chatcmpl-1f")
-        eventually(lambda: purges.answers("chatcmpl-1f"))
-    may_continue.set()
-    wait()
+def test_purge_of_a_running_request_leaves_no_trace(replicas, add_purge, redis_client, settings, eventually, kind):
+    first = replicas.start("first", drafter=settings.drafter if kind == "recall" else NoDrafterSettings())
+    with blocked_request(first, "chatcmpl-1f-0"):
+        add_purge("chatcmpl-1f")
     decode(first, "chatcmpl-2e-0")()
     streams = [settings.capture.stream, *([settings.recalled.stream] if kind == "recall" else [])]
     for stream in (stream_of(prefix, "general") for prefix in streams):
@@ -213,23 +183,15 @@ def test_purge_reaches_the_snapshots_of_a_replica_without_a_drafter(replicas, se
     decode(replicas.start("first", home=home), "chatcmpl-1f-0")()
     replicas.end("first")
     replicas.start("second", home=home, drafter=NoDrafterSettings())
-    output = purge(settings, redis_url, "chatcmpl-1f")
+    output = purge("chatcmpl-1f", settings.home, redis_url)
     assert re.search(r"[1-9]\d* entries that may contain it removed from recall", output)
     assert entries_on_disk(settings.model_copy(update={"home": home}), "general") == 0
 
 
 def test_purge_of_a_running_request_takes_effect_at_its_end(replicas, settings, redis_url, eventually):
-    first, started, may_continue = replicas.start("first"), threading.Event(), threading.Event()
-
-    def block(update):
-        started.set()
-        may_continue.wait(HANG_SECONDS)
-
-    wait = decode(first, "chatcmpl-1f-0", tokens=100, on_progress=block)
-    assert started.wait(HANG_SECONDS)
-    purge(settings, redis_url, "chatcmpl-1f")
-    may_continue.set()
-    wait()
+    first = replicas.start("first")
+    with blocked_request(first, "chatcmpl-1f-0"):
+        purge("chatcmpl-1f", settings.home, redis_url)
     eventually(lambda: used(first) == 0)
 
 
@@ -285,12 +247,10 @@ def knows(replica, prompt):
     return pool.memories("general").of("").predict(text, 1)[0] == [1]
 
 
-def test_unsuitable_traces_of_other_replicas_are_skipped(replicas, settings, redis_url, eventually, ends):
+def test_unsuitable_traces_of_other_replicas_are_skipped(replicas, settings, redis_url, add_purge, eventually, ends):
     capture = settings.capture.model_copy(update={"keep_days": 1.0})
     first = replicas.start("first", capture=capture)
-    with Purges(redis_url) as purges:
-        purges.add("chatcmpl-1f")
-        eventually(lambda: Member("replica", "first") in purges.answers("chatcmpl-1f"))
+    add_purge("chatcmpl-1f")
     writer = ends.enter_context(closing(RecallWriter(redis_url, settings.recalled, "two", KEPT)))
     refused = [
         trace_of(settings, "chatcmpl-1f-0", [10, 11]),
@@ -327,7 +287,7 @@ def test_purge_without_replicas_clears_the_snapshot(replicas, settings, redis_ur
     decode(replicas.start("first"), "chatcmpl-1f-0")()
     replicas.end("first")
     assert Snapshots(settings.registry_dir).about("general") is not None
-    purge(settings, redis_url, "chatcmpl-1f")
+    purge("chatcmpl-1f", settings.home, redis_url)
     assert used(replicas.start("two")) == 0
 
 

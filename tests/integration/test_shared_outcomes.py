@@ -10,7 +10,7 @@ from deploy.preparation import ensure_version
 from osd.config import CaptureSettings, Settings
 from osd.routing.outcome_stream import STREAM
 from tests import replicas as replica_helpers
-from tests.command import run_cli
+from tests.command import purge
 from tests.replicas import Replicas
 
 
@@ -27,6 +27,12 @@ def settings(tiny_target, tmp_path, redis_url):
     )
     ensure_version(settings, redis_url, tiny_target)
     return settings
+
+
+@pytest.fixture(autouse=True)
+def _poll_often(monkeypatch):
+    for name in ("domain_watcher.POLL_SECONDS", "outcome_sharer._POLL_SECONDS", "recall_keeper._POLL_SECONDS"):
+        monkeypatch.setattr(f"serving.replica.{name}", 0.05)
 
 
 @pytest.fixture
@@ -81,8 +87,7 @@ def test_purge_deletes_the_shared_outcome(start, settings, redis_url, redis_clie
     for number in (1, 2):
         decode(first, f"chatcmpl-{number}f-0")()
     eventually(lambda: redis_client.xlen(STREAM) == 2)
-    result = run_cli("traces", "purge", "--request", "chatcmpl-1f", home=settings.home, redis_url=redis_url)
-    assert result.exit_code == 0, result.output
+    purge("chatcmpl-1f", settings.home, redis_url)
     assert redis_client.xlen(STREAM) == 1
 
 

@@ -13,7 +13,6 @@ import pytest
 import redis
 
 from osd.capture.reader import MAX_REFUSED, TraceReader
-from osd.capture.server import RedisServer
 from osd.capture.streams import counter_key, stream_of
 from osd.capture.trace import Trace, decode, encode
 from osd.capture.writer import StreamWriter, TraceWriter
@@ -86,9 +85,7 @@ def test_read_without_records_waits_for_its_timeout(reader: TraceReader, put):
     assert time.monotonic() - started > 0.25
 
 
-def test_stream_is_bounded_and_keeps_the_newest_records(
-    redis_url: str, redis_client: redis.Redis, make_trace, make_reader
-):
+def test_stream_is_bounded_and_keeps_the_newest_records(redis_url, redis_client, make_trace, make_reader):
     writer = TraceWriter(redis_url, CaptureSettings(max_records=20, max_queue=2000))
     for number in range(200):
         assert writer.offer(make_trace(str(number), padding=300))
@@ -146,9 +143,7 @@ def test_close_returns_while_a_write_hangs_and_counts_all(hanging, make_trace, e
     eventually(lambda: sum(writer.counters().values()) == 5)
 
 
-def test_capture_resumes_after_a_restart_of_redis(
-    redis_server: RedisServer, put, writer: TraceWriter, reader: TraceReader, make_trace, eventually
-):
+def test_capture_resumes_after_a_restart_of_redis(redis_server, put, writer, reader, make_trace, eventually):
     put("before")
     assert names(reader.read(1, 1000)) == ["before"]
     assert reader.waiting().records == 1
@@ -169,9 +164,7 @@ def test_capture_resumes_after_a_restart_of_redis(
     assert read_until(reader, 1)[:1] == ["after"]
 
 
-def test_redis_out_of_memory_drops_records_and_frees_room(
-    redis_url: str, redis_client: redis.Redis, writer: TraceWriter, make_trace, eventually
-):
+def test_redis_out_of_memory_drops_records_and_frees_room(redis_url, redis_client, writer, make_trace, eventually):
     used = redis_client.info("memory")["used_memory"]
     redis_client.config_set("maxmemory", used + (4 << 20))
     for number in range(200):  # 48 KB each: about ten megabytes into four
@@ -258,9 +251,7 @@ def test_acknowledged_record_is_not_delivered_again(put, make_reader):
     assert make_reader("worker", min_idle_ms=1).read(2, 100) == []
 
 
-def test_lost_group_is_created_again_and_logged(
-    put, reader: TraceReader, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
-):
+def test_lost_group_is_created_again_and_logged(put, reader, redis_client, caplog):
     put("a")
     (old,) = reader.read(1, 100)
     redis_client.flushall()
@@ -273,9 +264,7 @@ def test_lost_group_is_created_again_and_logged(
     assert reader.waiting().records == 0
 
 
-def test_acknowledgement_without_redis_is_sent_later(
-    put, make_reader, redis_outage, redis_client: redis.Redis, eventually
-):
+def test_acknowledgement_without_redis_is_sent_later(put, make_reader, redis_outage, redis_client, eventually):
     put("a")
     reader = make_reader("worker")
     (delivered,) = reader.read(1, 100)
@@ -293,9 +282,7 @@ def test_acknowledgement_without_redis_is_sent_later(
     assert delivered_again + names(reader.read(1, 0)) == [], "the record is acknowledged"
 
 
-def test_undecodable_record_is_skipped_and_not_quoted(
-    put, reader: TraceReader, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
-):
+def test_undecodable_record_is_skipped_and_not_quoted(put, reader, redis_client, caplog):
     redis_client.xadd(STREAM, {"t": b"my private text"})
     redis_client.xadd(STREAM, {"other": b"my private text"})
     put("good")
@@ -323,9 +310,7 @@ def test_refused_records_are_kept_up_to_a_limit(put, reader: TraceReader, redis_
     assert reader.waiting().records == 0, "refused records are acknowledged"
 
 
-def test_record_of_another_format_is_skipped_with_advice(
-    put, reader: TraceReader, redis_client: redis.Redis, make_trace, caplog: pytest.LogCaptureFixture
-):
+def test_record_of_another_format_is_skipped_with_advice(put, reader, redis_client, make_trace, caplog):
     redis_client.xadd(STREAM, {"t": encode(msgspec.structs.replace(make_trace(), format=2))})
     put("good")
     assert names(reader.read(5, 100)) == ["good"]
@@ -334,23 +319,15 @@ def test_record_of_another_format_is_skipped_with_advice(
     assert "is skipped: the record has format 2 and this build reads format 1: let only one build" in caplog.text
 
 
-def test_trimmed_pending_record_is_acknowledged(put, make_reader, redis_client: redis.Redis):
+@pytest.mark.parametrize(("consumer", "min_idle_ms"), [("dead", 60_000), ("alive", 20)], ids=["same", "another"])
+def test_trimmed_record_of_a_dead_consumer_is_acknowledged(put, make_reader, redis_client, consumer, min_idle_ms):
     put("a", "b", "c")
-    make_reader("worker").read(3, 100)
-    redis_client.xtrim(STREAM, maxlen=1, approximate=False)
-    successor = make_reader("worker")
-    assert read_until(successor, 1) == ["c"]
-    assert successor.waiting().records == 0
-
-
-def test_trimmed_record_of_a_dead_consumer_is_acknowledged(put, make_reader, redis_client: redis.Redis):
-    put("a", "b")
-    make_reader("dead").read(2, 100)
+    make_reader("dead").read(3, 100)
     redis_client.xtrim(STREAM, maxlen=1, approximate=False)
     time.sleep(0.03)
-    alive = make_reader("alive", min_idle_ms=20)
-    assert read_until(alive, 1) == ["b"]
-    assert alive.waiting().records == 0
+    successor = make_reader(consumer, min_idle_ms)
+    assert read_until(successor, 1) == ["c"]
+    assert successor.waiting().records == 0
 
 
 def test_waiting_counts_undelivered_and_pending_records(put, reader: TraceReader, redis_client: redis.Redis):

@@ -9,10 +9,9 @@ import yaml
 from starlette.testclient import TestClient
 
 from osd.capture.reader import TraceReader
-from osd.config import Settings
 from osd.registry.events import Events
 from serving.api.routes import create_app
-from tests.replicas import Replicas
+from tests.replicas import Replicas, recall_settings
 
 TENANTS = {"sk-acme-1": "acme", "sk-blue-1": "blue", "sk-none-1": ""}
 PROMPT = "the same words for all clients, and enough of them to fill a block"
@@ -26,14 +25,7 @@ def settings(tiny_target, tmp_path):
         entry |= {"tenant": TENANTS[entry["key"]]} if TENANTS[entry["key"]] else {}
     keys.write_text(yaml.safe_dump(entries))
     keys.chmod(0o600)
-    return Settings(
-        home=tmp_path / "home",
-        target={"source": str(tiny_target), "dtype": "float32"},
-        drafter={"kind": "recall", "recall": {"megabytes": 1}},
-        growth={"kind": "best_first", "governed": False},
-        engine={"slots": 4, "context": 256, "threads": 1, "max_draft": 24},
-        serving={"keys_file": keys},
-    )
+    return recall_settings(tiny_target, tmp_path / "home", slots=4, serving={"keys_file": keys})
 
 
 @pytest.fixture

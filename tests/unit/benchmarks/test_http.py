@@ -9,7 +9,6 @@ from rich.console import Console
 from benchmarks.engines import BenchError
 from benchmarks.service.http import HTTP, PROCESS, HttpPlan, LoadBlock, measure, table
 from osd.traffic.prompt import Prompt
-from tests.tiny import make_tiny
 from tests.unit.benchmarks.conftest import PIECE
 from tests.unit.engine.harness import running
 
@@ -18,13 +17,13 @@ TOKENS = 6  # of the service's answers
 
 
 @contextmanager
-def measured(tmp_path, service, plan, prompts=PROMPTS):
-    with running(make_tiny(tmp_path), prefix_cache=False) as client:
+def measured(tiny_target, service, plan, prompts=PROMPTS):
+    with running(tiny_target, prefix_cache=False) as client:
         yield measure(client.engine, f"http://127.0.0.1:{service.server_port}", None, prompts, plan), client.engine
 
 
-def test_both_ways_answer_the_same_requests(tmp_path, service):
-    with measured(tmp_path, service, HttpPlan((1, 2), rounds=2, tokens=TOKENS, turns=2)) as (blocks, engine):
+def test_both_ways_answer_the_same_requests(tiny_target, service):
+    with measured(tiny_target, service, HttpPlan((1, 2), rounds=2, tokens=TOKENS, turns=2)) as (blocks, engine):
         measured_blocks = list(blocks)
         counters = engine.counters()
     ways = [(block.turn, block.users, block.way) for block in measured_blocks]
@@ -40,30 +39,30 @@ def test_both_ways_answer_the_same_requests(tmp_path, service):
         assert block.rate < block.users * TOKENS / (3 * PIECE)
 
 
-def test_first_token_counts_from_the_users_request(tmp_path, service):
-    with measured(tmp_path, service, HttpPlan((1,), rounds=40, tokens=TOKENS, turns=1)) as (blocks, _):
+def test_first_token_counts_from_the_users_request(tiny_target, service):
+    with measured(tiny_target, service, HttpPlan((1,), rounds=40, tokens=TOKENS, turns=1)) as (blocks, _):
         process = next(block for block in blocks if block.way == PROCESS)
     assert process.first_token < 10 * TOKENS / process.rate, "not from the first user's request"
 
 
-def test_refused_or_short_answer_ends_the_measurement(tmp_path, service):
+def test_refused_or_short_answer_ends_the_measurement(tiny_target, service):
     refused = [Prompt("0", "d", ("refuse",))]
     with (
-        measured(tmp_path, service, HttpPlan((1,), rounds=1, tokens=TOKENS, turns=1), refused) as (blocks, _),
+        measured(tiny_target, service, HttpPlan((1,), rounds=1, tokens=TOKENS, turns=1), refused) as (blocks, _),
         pytest.raises(BenchError, match="1 requests failed: HTTP 503"),
     ):
         list(blocks)
     with (
-        measured(tmp_path, service, HttpPlan((1,), rounds=1, tokens=TOKENS + 2, turns=1)) as (blocks, _),
+        measured(tiny_target, service, HttpPlan((1,), rounds=1, tokens=TOKENS + 2, turns=1)) as (blocks, _),
         pytest.raises(BenchError, match="6 tokens instead of 8"),
     ):
         list(blocks)
 
 
-def test_prompt_without_room_for_answer_is_refused(tmp_path, service):
+def test_prompt_without_room_for_answer_is_refused(tiny_target, service):
     long = [Prompt("0", "d", ("a" * 500,))]
     with (
-        measured(tmp_path, service, HttpPlan((1,), rounds=1, tokens=TOKENS, turns=1), long) as (blocks, _),
+        measured(tiny_target, service, HttpPlan((1,), rounds=1, tokens=TOKENS, turns=1), long) as (blocks, _),
         pytest.raises(BenchError, match=r"more than the \d+ tokens that engine\.context leaves"),
     ):
         list(blocks)

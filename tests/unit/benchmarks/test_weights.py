@@ -9,7 +9,6 @@ from osd.engine.request import Request, SamplingParams
 from osd.runtime.model import SlotModel
 from osd.runtime.native import kernels
 from osd.target.model import load_model
-from tests.tiny import make_tiny
 from tests.unit.engine.harness import prompts, running
 
 
@@ -18,21 +17,20 @@ def slotted(directory, weights: str) -> SlotModel:
 
 
 @pytest.mark.skipif(kernels() is None, reason="the kernels were not built")
-def test_int8_weights_are_close_to_full_weights(tmp_path):
-    target_dir = make_tiny(tmp_path)
+def test_int8_weights_are_close_to_full_weights(tiny_target):
     requests = [
         Request(
             str(index), tuple(prompt), 20, SamplingParams(temperature=1.0, seed=index), ignore_eos=True, speculate=False
         )
         for index, prompt in enumerate(prompts([70, 5]))
     ]
-    with running(target_dir, slots=2) as client:
+    with running(tiny_target, slots=2) as client:
         _, answers = decode(client.engine, requests)
     texts = [
         ((*request.prompt_ids, *answer), len(request.prompt_ids))
         for request, answer in zip(requests, answers, strict=True)
     ]
-    full, same, narrow = slotted(target_dir, "full"), slotted(target_dir, "full"), slotted(target_dir, "int8")
+    full, same, narrow = slotted(tiny_target, "full"), slotted(tiny_target, "full"), slotted(tiny_target, "int8")
     itself, int8 = quality(full, same, texts), quality(full, narrow, texts)
     assert itself.positions == int8.positions == 40
     assert itself.divergence == pytest.approx(0, abs=1e-9)
@@ -42,8 +40,8 @@ def test_int8_weights_are_close_to_full_weights(tmp_path):
     assert 0 < int8.divergence < 0.05
     assert 0.8 < int8.overlap < 1
     with torch.inference_mode():
-        goal = load_model(target_dir, "float32", "cpu")
-        goal.set_attn_implementation("eager")  # type: ignore[operator]
+        goal = load_model(tiny_target, "float32", "cpu")
+        goal.set_attn_implementation("eager")
         loss = [
             goal(torch.tensor([ids])).logits[0, prompt - 1 : -1].log_softmax(-1)[range(20), list(ids[prompt:])]
             for ids, prompt in texts
