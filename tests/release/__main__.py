@@ -22,6 +22,7 @@ DIST = ROOT / "dist"
 CYCLONEDX = "cyclonedx-bom==7.5.0"
 VERSIONED = {
     "CHANGELOG.md": r"\A# Changelog\s+## (\S+)",
+    "CITATION.cff": r"\nversion: (\S+)",
     "CONTRIBUTING.md": r"(?:osd:|osd_llm-| v)(\d+\.\d+\.\d+)",
     "deploy/Dockerfile": r"-t osd:(\d+\.\d+\.\d+)",
     "deploy/compose.gpu.yaml": r"image: osd:(\S+)-gpu",
