@@ -101,6 +101,11 @@ class Purges(RedisClient):
         """Remove a member that ends; purges do not wait for it."""
         self._client.delete(_key(member))
 
+    def silence(self, member: Member) -> float | None:
+        """Return the seconds since the last heartbeat of a member; None for a member that left or never reported."""
+        left: Any = self._client.pttl(_key(member))
+        return (_KNOWN_MS - left) / 1000 if left > 0 else None
+
     def members(self) -> dict[Member, float]:
         """Return the members of the last day that did not leave, with the seconds since the last heartbeat of each."""
         members: list[Member] = []

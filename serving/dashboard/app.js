@@ -4,6 +4,7 @@ import { $, h, put, refill } from "./dom.js";
 import { clock } from "./format.js";
 import { keep } from "./keys.js";
 import { Overview } from "./pages/overview.js";
+import { severeProblems } from "./problems.js";
 import { follow, on, pause, show as showWindow, store } from "./store.js";
 
 const PAGES = {
@@ -59,16 +60,12 @@ function render() {
   current.show({ ...store, span: [from, time] });
 }
 
-// Shows problems above all figures.
+// Shows problems that concern all figures. The overview shows the problems of the service itself.
 function showNotices() {
   const { state } = store;
-  const notices = [];
-  if (disconnected) notices.push(["bad", state ? `The server does not answer. The page shows data of ${clock(store.time)}; trying again.` : "The server does not answer; trying again."]);
-  if (state && !state.stream.redis) notices.push(["bad", "Redis does not answer. Requests are still served, but nothing is learned, and events and the rollout are unknown."]);
-  if (state && state.drafter === "none") notices.push(["", "This service has no drafter: every request uses plain decoding."]);
-  else if (state?.replicas.length && state.replicas.every(({ speculation }) => !speculation)) notices.push(["", "Speculation is switched off: every request uses plain decoding."]);
-  if (state && !disconnected && !state.replicas.length) notices.push(["bad", "No replica has reported for some seconds."]);
-  refill($("notices"), notices, () => notices.map(([mood, text]) => h("p", { class: `notice ${mood}` }, text)));
+  const notices = disconnected ? [state ? `The server does not answer. The page shows data of ${clock(store.time)}; trying again.` : "The server does not answer; trying again."] : [];
+  if (state && !disconnected && pageInUrl() !== "overview") notices.push(...severeProblems(store).map(([text]) => text));
+  refill($("notices"), notices, () => notices.map((text) => h("p", { class: "notice bad" }, text)));
 }
 
 function showStatus(text, mood = "") {

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from serving.metrics.table import REMEMBERED, REPLICA
 
-_NO_DRAFTS = "No drafts yet."
-_NO_TRAFFIC = "No traffic yet: send a message in the Playground."
-_NO_REQUEST = "No requests in this time range."
+_NO_DRAFTS = "No drafts in this time range. The next request with drafting appears here within seconds."
+_NO_REQUEST = "No requests in this time range. The next request appears here within seconds."
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,12 @@ PAGES: dict[str, Page] = {
                   "Accepted share of draft tokens, with its range; values from few drafts are near the mean",
                   "share", (Line("acceptance", "--accent", "accepted", "drafted"),), _NO_DRAFTS,
                   counts=("drafted", "drafted"), tile="Acceptance rate", enough=500),
+            Chart("speed", "Decoding speed", "Tokens per second of a busy engine", "pace",
+                  (Line("tokens/s", "--accent", "busy_seconds", "completion_tokens"),), _NO_REQUEST, least=10),
             Chart("length", "Mean acceptance length", "Tokens per draft, bonus token included", "mean",
                   (Line("length", "--accent", "accepted", "rounds"),), _NO_DRAFTS, digits=2, base=1, least=2,
                   counts=("rounds", "drafts"), tile="Mean acceptance length", enough=150),
-            Chart("speed", "Decoding speed", "Tokens per second of a busy engine", "pace",
-                  (Line("tokens/s", "--accent", "busy_seconds", "completion_tokens"),), _NO_TRAFFIC, least=10),
-            Chart("tokens", "Tokens served", "Completion tokens per second, all replicas", "rate",
-                  (Line("tokens/s", "--accent", "completion_tokens", area=True),), _NO_TRAFFIC, least=10),
         ),
-        tiles=(Tile("load", "Running / waiting", "{total:requests} requests so far, {total:failed} failed",
-                    gauges=("running", "waiting"), alarm="failed"),),
         breakdowns=(Breakdown("source", "source_accepted", "source_drafted"),
                     Breakdown("version", "version_accepted", "version_drafted", 2, own=True),
                     Breakdown("domain", "version_accepted", "version_drafted")),
@@ -160,7 +155,7 @@ PAGES: dict[str, Page] = {
             _latency("queue", "queue_time", "Time in the queue", "Of finished sequences, until a slot was free"),
             Chart("load", "Queue", "Running and waiting requests", "level",
                   (Line("running", "--accent", "running", area=True), Line("waiting", "--drafter", "waiting")),
-                  "No replica has reported yet.", digits=1, least=4),
+                  "No replica has reported yet. A replica reports once a second from its start.", digits=1, least=4),
             Chart("rate", "Tokens", "Per second, all replicas; cached prompt tokens are not computed", "rate",
                   (Line("completion", "--accent", "completion_tokens"),
                    Line("prompt", "--drafter", "prompt_tokens - cached_tokens"),
@@ -177,7 +172,7 @@ PAGES: dict[str, Page] = {
             Chart("stream", "Trace stream", "Records per second: written for the trainer, and dropped", "rate",
                   (Line("written", "--accent", "traces_written"),
                    Line("dropped", "--bad", "traces_dropped", dash=True)),
-                  "No traces were written in this time range.", digits=2),
+                  "No traces in this time range. Each captured request writes one when it ends.", digits=2),
         ),
         tiles=(Tile("requests", "Requests", "{window:requests} in this time range, {total:failed} failed", "requests",
                     alarm="failed"),

@@ -15,8 +15,11 @@ import msgspec
 from redis.exceptions import RedisError
 
 from osd.admin.rollouts import ListedVersion
+from osd.capture.purge import Member, Purges
 from osd.capture.streams import StreamState, stream_states
 from osd.config import Settings
+from osd.economy.effect import LEAST_TRIALS
+from osd.economy.switchback import BEGIN_SECONDS
 from osd.engine.counters import MAX_DOMAINS, OTHER_DOMAINS
 from osd.redis_client import connect
 from osd.registry.events import Events
@@ -103,7 +106,7 @@ class Feeds:
 
     def __init__(self, settings: Settings, redis_url: str, registry: Registry, events: Events) -> None:
         self._domain, self._registry, self._events = settings.domain, registry, events
-        self._pointer = Pointer(redis_url, registry.storage)
+        self._pointer, self._purges = Pointer(redis_url, registry.storage), Purges(redis_url)
         self._redis, self._prefix = connect(redis_url), settings.capture.stream
         self._reports = TrainingReports(redis_url)
         self._domains = settings.trained_domains
@@ -120,8 +123,9 @@ class Feeds:
     def read(self) -> dict[str, Any]:
         """Return the current data; this may block.
 
-        The keys are ``versions``, ``domains``, ``events``, ``rollout``, ``redis`` (whether Redis answers), and
-        ``streams`` by domain (None without Redis).
+        The keys are ``versions``, ``domains``, ``events``, ``rollout``, ``redis`` (whether Redis answers), ``streams``
+        by domain (None without Redis), and ``silence``, the seconds since the last heartbeat of the trainer (None
+        without a trainer and without Redis).
         """
         with self._lock:
             if time.monotonic() - self._read_at > _FRESH_SECONDS:
@@ -167,9 +171,8 @@ class Feeds:
 
     def close(self) -> None:
         """Close the connections."""
-        self._reports.close()
-        self._redis.close()
-        self._pointer.close()
+        for connection in (self._reports, self._redis, self._pointer, self._purges):
+            connection.close()
 
     def _gather(self) -> dict[str, Any]:
         with contextlib.suppress(OSError):  # while the registry cannot be read, the last known versions stay
@@ -181,9 +184,11 @@ class Feeds:
             # Redis lists the events of all domains together.
             recent = self._events.recent(_EVENTS * len(self._domains))
             events = [event for event in recent if event["domain"] == self._domain]
-            return {**registry, "redis": True, "rollout": rollout, "events": events, "streams": self._read_streams()}
+            silence, streams = self._purges.silence(Member("trainer", self._domain)), self._read_streams()
+            answers = {"redis": True, "rollout": rollout, "events": events, "streams": streams, "silence": silence}
         except (RedisError, OSError):
-            return {**registry, "redis": False, "rollout": None, "events": [], "streams": None}
+            answers = {"redis": False, "rollout": None, "events": [], "streams": None, "silence": None}
+        return {**registry, **answers}
 
     def _read_streams(self) -> dict[str, StreamState]:
         """Return the streams of the most recent domains; the remaining domains are merged into one entry.
@@ -206,7 +211,7 @@ def compose_domain(settings: Settings, totals: ServiceTotals, feed: DomainFeed) 
 
 
 def speedup(totals: ServiceTotals) -> dict[str, Any] | None:
-    """Return the measured speed-up as JSON, or None before the first trial.
+    """Return the measured speed-up as JSON, or None before the first estimate.
 
     ``low`` and ``high`` are the bounds of its 95 % interval, None until they are known. ``price`` is the share of busy
     seconds that the measurement cost. ``guarded`` is the number of replicas in which drafting is off.
@@ -224,6 +229,23 @@ def speedup(totals: ServiceTotals) -> dict[str, Any] | None:
         "guarded": result.guarded,
         "trials": result.trials,
     }
+
+
+def minutes_to_speedup(settings: Settings, totals: ServiceTotals) -> float | None:
+    """Return the busy minutes of each replica until the speed-up has an interval; None before the first estimate.
+
+    The rest of the trials take as long as the trials so far, or until ``economy.measure`` has paid for them if that is
+    later.
+    """
+    trials, replicas = measured(totals).trials, len(totals.replicas)
+    if not trials or not replicas:
+        return None
+    names = ("busy_seconds", "measuring_seconds")
+    busy, spent = (sum(report.counters.get(name, 0.0) for report in totals.replicas) for name in names)
+    rest = max(LEAST_TRIALS - trials, 0) / trials
+    share = settings.economy.measure
+    unpaid = rest * spent - (replicas * BEGIN_SECONDS + share * busy - spent)
+    return max(rest * busy, unpaid / share if share and rest else 0.0) / replicas / 60
 
 
 def _recall(totals: ServiceTotals) -> dict[str, Any]:
@@ -275,12 +297,22 @@ def compose(
         "domains": feeds["domains"],
         "model": asdict(model),
         "answers": answers,
+        "engine": settings.engine.kind,
         "drafter": settings.drafter.kind,
         "growth": settings.growth.kind,
         "governed": getattr(settings.growth, "governed", False),
         "capture": settings.capture.enabled,
         "display": display(),
+        "measures": settings.measures and answers and settings.engine.kind == "osd",
         "speedup": speedup(totals),
+        "minutes_to_speedup": minutes_to_speedup(settings, totals),
+        "trainer": {
+            "needed": settings.trains,
+            "silence": feeds["silence"],
+            "min_records": settings.trainer.min_records,
+        },
+        "tried_since": totals.tried_since.get(settings.domain),
+        "expected_replicas": settings.serving.replicas if answers else 1,
         "totals": {key: totals.counters.get(key, 0) for key in counted},
         "replicas": [
             {

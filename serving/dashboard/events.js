@@ -18,7 +18,7 @@ const KINDS = {
 
 export const badgeOf = ({ kind }) => KINDS[kind];
 
-const because = ({ reason }) => (reason ? `: ${reason}` : "");
+export const because = ({ reason }) => (reason ? `: ${reason}` : "");
 const length = (value) => fixed(2)(value ?? null);
 
 const SENTENCES = {

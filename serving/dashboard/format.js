@@ -14,6 +14,7 @@ export const percent = (value, digits = 1) => (missing(value) ? DASH : `${(100 *
 export const points = (value) => percent(value).replace("%", "pp"); // difference of two percentages, in percentage points
 export const fixed = (digits) => (value) => (missing(value) ? DASH : value.toFixed(digits));
 export const whole = (value) => (missing(value) ? DASH : Math.round(value).toLocaleString("en"));
+export const counted = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 export const times = (value) => (missing(value) ? DASH : `${value.toFixed(2)}×`);
 export const signed = (format) => (value) => (missing(value) ? DASH : `${value < 0 ? "−" : "+"}${format(Math.abs(value))}`);
 

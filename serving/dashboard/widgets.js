@@ -23,6 +23,18 @@ export class Tile {
   }
 }
 
+// List of named figures with notes; `names` maps ids to names.
+export class Lines {
+  constructor(names) {
+    this.parts = Object.fromEntries(Object.keys(names).map((id) => [id, [h("b", { id: `now-${id}` }, "–"), h("span", { class: "note", id: `note-${id}` })]]));
+    this.element = h("dl", { class: "lines" }, Object.entries(names).map(([id, name]) => h("div", {}, h("dt", {}, name), h("dd", {}, this.parts[id][0], " ", this.parts[id][1]))));
+  }
+
+  show(id, [figure, note]) {
+    this.parts[id].forEach((element, index) => put(element, [figure, note][index]));
+  }
+}
+
 export const tiles = (all, name) => h("section", { class: "tiles", "aria-label": name }, all.map((tile) => tile.element));
 
 export const charts = (all) => h("section", { class: "charts", "aria-label": "Over time" }, all.map((chart) => chart.element));

@@ -18,7 +18,7 @@ from tests.e2e.conftest import ADMIN_KEY
 from tests.e2e.test_swaps import shake
 
 PAGES = ("overview", "learning", "traffic", "versions", "playground")
-_DRAWN = {"overview": ("acceptance", "length", "speed", "tokens"), "traffic": ("token",)}
+_DRAWN = {"overview": ("acceptance", "speed", "length"), "traffic": ("token",)}
 """Charts that have data after one request."""
 DESK, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 
@@ -144,12 +144,25 @@ def unused(service, **state):
     return {"time": now["time"], "bins": bins, "state": {**now, **state}}
 
 
+TRAINER = {"needed": True, "silence": 1.0, "min_records": 12}
+SPEEDUP = {"estimate": 1.86, "low": 1.84, "high": 1.88, "price": 0.004, "guarded": 0, "trials": 80}
+REJECTED = {"kind": "rejected", "stage": "load", "domain": "general", "version": 7, "reason": "its hash is wrong"}
+
+
+def healthy(service, **state):
+    """Return the data of a service that has run for ten minutes without a problem, with changes to its ``state``."""
+    data = unused(service)
+    started = {**data["state"]["model"], "created": int(data["time"]) - 600}
+    data["state"] |= {"model": started, "trainer": TRAINER, "measures": True, "speedup": SPEEDUP, **state}
+    return data
+
+
 def test_pages_show_data_without_accessibility_errors(drafted, opened):
     page = opened()
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#model")).to_have_text("tiny")
     soon(page, "#now-acceptance", "%")
-    expect(page.locator("#note-speedup")).to_have_text("over plain decoding, not measured yet")
+    expect(page.locator("#note-speedup")).to_contain_text("it needs growth.governed=true")
     for by in ("source", "version", "domain"):
         page.get_by_role("button", name=by).click()
         expect(page.locator("#breakdown .bar").first).to_contain_text(" of ")
@@ -186,17 +199,21 @@ def test_pages_show_data_without_accessibility_errors(drafted, opened):
 def test_pages_without_data_show_empty_states(service, opened):
     page = opened(viewport=PHONE, prepare=lambda page: send(page, unused(service, replicas=[])))
     expect(page.locator("#status")).to_have_text("live")
-    expect(page.locator("#notices")).to_contain_text("No replica has reported")
+    expect(page.locator("#problems")).to_contain_text("No replica has reported")
+    expect(page.locator("#note-speedup")).to_contain_text("growth.governed")
     expect(page.locator("#phases")).to_be_hidden()
     for name in PAGES:
         go(page, name)
         shown = page.locator(".page:not([hidden])")
+        if name != "overview":
+            expect(page.locator("#notices")).to_contain_text("No replica has reported")
         if name not in ("versions", "playground"):
             expect(shown.locator(".plot .empty").first).to_be_visible()
             assert shown.locator("canvas").count() == 0
         if name == "versions":
             expect(page.locator("#versions")).to_be_hidden()
             expect(shown).to_contain_text("No drafter version is published yet.")
+            expect(shown).to_contain_text("Set trainer.extra_domains")
         assert page.evaluate(_CUT_OFF) == []
         assert not re.search("undefined|NaN|null", page.inner_text("body"))
         picture(page, f"{name}-empty")
@@ -228,6 +245,88 @@ def test_small_samples_are_shrunk_and_faint(service, opened):
     expect(page.locator('#phases .bar[data-name="thinking"]')).to_contain_text("30 of 300, 0.38 accepted per step")
     expect(page.locator('#phases .bar[data-name="answer"]')).to_contain_text("0 of 105, 0.00 accepted per step")
     picture(page, "overview-phases")
+
+
+def trained(service, rows, **account):
+    """Return data of a service whose training has a measured gain.
+
+    Args:
+        service: the service.
+        rows: (seconds ago, cost, certain savings) of the fund, in core seconds.
+        account: changes to the account.
+    """
+    data = healthy(service)
+    effect = {"number": 4, "before": 3, "log": 0.091, "width": 0.012, "trials": 40}
+    fund = {"begins": True, "fund": 9.0, "needed": 15.0, "certain": rows[-1][2], "saved": 55.0, "effects": [effect]}
+    fund |= {"trial": None, "over_recall": None, "log": 0.091, "width": 0.012, "paid_back": None, **account}
+    report = {"cpu_seconds": 53.0, "slowed_seconds": 6.0, "beside_seconds": 0.0, "account": fund}
+    report |= dict.fromkeys(("steps", "records", "trained", "held_out", "passed", "rejected", "drifts"), 3)
+    report |= dict.fromkeys(("replay_records", "replay_tokens", "replay_bytes", "positions"), 3)
+    funds = [[data["time"] - ago, 9.0, 15.0, cost, 55.0, certain] for ago, cost, certain in rows]
+    data["state"] |= {"training": {data["state"]["domain"]: report}, "funds": funds}
+    return data
+
+
+def test_overview_says_whether_training_pays(service, opened):
+    rows = [(300, 59.0, 30.0), (0, 59.0, 40.0)]
+    page = opened(prepare=lambda page: send(page, trained(service, rows)))
+    expect(page.locator("#now-speedup")).to_have_text("1.86\u00d7")
+    expect(page.locator("#note-speedup")).to_contain_text("the speed of plain decoding at the same load, measured.")
+    expect(page.locator("#note-speedup")).to_contain_text("95 % interval: 1.84 to 1.88\u00d7. Measuring costs 0.4 %")
+    answers = [
+        "59 s of core time, 6.0 s of it while requests ran",
+        "55 s of core time, 40 s of it with certainty",
+        "+9.5 % speed over v3, measured. 95 % interval: +8.2 % to +10.8 %",
+        "in about 9.5 min at the savings and costs of the last 5.0 min",
+    ]
+    expect(page.locator("#answer-cost dd")).to_have_text(answers)
+    expect(page.locator("#problems")).to_have_text("No problem found.")
+    titles = page.locator(".summary h2").all_inner_texts()
+    assert titles == ["How much faster?", "Does training pay?", "What runs, and what is tried?", "Is anything wrong?"]
+    for viewport in (DESK, PHONE):
+        page.set_viewport_size(viewport)
+        bottom = page.locator("#answer-cost").evaluate("card => card.getBoundingClientRect().bottom")
+        assert bottom < viewport["height"], "both answers stand on the first screen"
+        assert page.evaluate(_CUT_OFF) == []
+        picture(page, f"overview-pays-{viewport['width']}")
+    assert faults(page, "color-contrast", "dlitem", "definition-list") == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "account", "payback"),
+    [
+        ([(300, 59.0, 39.99), (0, 59.0, 40.0)], {}, "not within a day"),
+        ([(300, 40.0, 39.0), (0, 59.0, 40.0)], {}, "not within a day"),
+        ([(0, 59.0, 40.0)], {}, "not known yet"),
+        ([(0, 59.0, 60.0)], {"paid_back": 1_795_577_751.0}, "reached"),
+    ],
+    ids=["slow", "costs grow", "one row", "reached"],
+)
+def test_payback_beyond_a_day_is_no_figure(service, opened, rows, account, payback):
+    page = opened(prepare=lambda page: send(page, trained(service, rows, **account)))
+    expect(page.locator("#now-payback")).to_have_text(payback)
+
+
+def test_fall_of_acceptance_is_marked_and_explained(service, opened):
+    data = healthy(service)
+    now = int(data["time"]) // 4 * 4
+    times = list(range(now - 800, now, 4))
+    accepted = [50 if now - time > 400 else 30 for time in times]
+    counts = {"drafted": [100] * len(times), "accepted": accepted, "rounds": [25] * len(times)}
+    data["bins"] |= {"time": times, "gauges": {}, "counts": counts, "swaps": [[now - 200, 5]]}
+    fall = {"kind": "drift", "time": now - 380, "version": 4, "source": "recall", "before": 0.5, "now": 0.31}
+    swap = {"kind": "swapped", "time": now - 200, "version": 5, "previous": 4}
+    data["state"]["events"] = [{"domain": data["state"]["domain"], **event} for event in (fall, swap)]
+    page = opened(prepare=lambda page: send(page, data))
+    reason = "The acceptance rate of recall with v4 fell from 50.0 % to about 31.0 %"
+    for kind, text, title in (("drift", "drift", reason), ("swap", "v5", "v5 is in service")):
+        name = page.locator(f"#chart-acceptance .mark.{kind} span")
+        expect(name).to_have_text(text)
+        expect(name).to_have_attribute("title", title)
+    events = page.locator("#events li")
+    expect(events.nth(0)).to_contain_text("v5 is in service and replaces v4")
+    expect(events.nth(1)).to_contain_text(reason)
+    picture(page, "overview-fall")
 
 
 def busy_hour(service):
@@ -302,7 +401,8 @@ def test_swap_appears_on_the_open_page(drafted, opened, eventually):
     eventually(lambda: drafted.versions() == [number] * 2)
 
 
-def test_canary_and_events_are_shown(service, opened, eventually):
+def test_canary_and_events_are_shown(drafted, opened, eventually):
+    service = drafted  # the chart of acceptance has marks where it has data
     stable = service.versions()[0]
     number = service.publish()
     service.point_at(stable, number, 0.25)
@@ -324,11 +424,12 @@ def test_canary_and_events_are_shown(service, opened, eventually):
             stream.add(kind, service.settings.domain, version, **figures)
     eventually(lambda: [replica["canary"] for replica in service.data()["replicas"]] == [number] * 2)
     page = opened()
-    expect(page.locator("#note-version")).to_contain_text(f"v{number} on trial in 25 % of the steps")
+    expect(page.locator("#now-trial")).to_have_text(f"v{number}")
+    expect(page.locator("#note-trial")).to_contain_text(f"on trial in 25 % of the steps against v{stable} since ")
     for _, _, _, sentence in events:
         expect(page.locator("#events")).to_contain_text(sentence)
-    expect(page.locator(f'#chart-tokens .mark.canary[data-mark="canary v{number}"]')).to_have_count(1)
-    expect(page.locator("#chart-tokens .mark.drift")).to_have_count(1)
+    expect(page.locator(f'#chart-acceptance .mark.canary[data-mark="canary v{number}"]')).to_have_count(1)
+    expect(page.locator("#chart-acceptance .mark.drift")).to_have_count(1)
     go(page, "versions")
     expect(page.locator(f'#versions tr[data-key="{number}"]')).to_contain_text("canary, 25 %")
     expect(page.locator(f'#versions tr[data-key="{stable}"]')).to_contain_text("in service")
@@ -344,7 +445,9 @@ def test_operator_rolls_back_and_pins_a_version(service, opened, eventually):
     old = service.versions()[0]
     new = service.publish()
     service.point_at(new)
-    page = opened("versions", quiet=False)  # the browser logs the refused key as an error
+    page = opened(quiet=False)  # the browser logs the refused key as an error
+    soon(page, "#now-version", f"v{new}")
+    page.get_by_role("link", name="Roll back or pin a version").click()
     soon(page, row(new), "in service")
     for number in (old, new):
         page.get_by_label(f"Compare v{number}", exact=True).check()
@@ -370,6 +473,11 @@ def test_operator_rolls_back_and_pins_a_version(service, opened, eventually):
     page.locator("#confirm").click()
     expect(page.locator("#result")).to_contain_text(f"Done: v{old} is in service, and replaces v{new}.")
     soon(page, row(old), "in service")
+    expect(page.locator(row(new))).to_contain_text("set aside")
+    go(page, "overview")
+    expect(page.locator("#now-version")).to_have_text(f"v{old}")
+    expect(page.locator("#events li").first).to_contain_text(f"v{old}")
+    go(page, "versions")
     page.locator("#do-pin").click()
     page.locator("#confirm").click()
     soon(page, row(old), "pinned")
@@ -511,16 +619,46 @@ def test_page_resumes_the_stream_after_an_outage(service, opened):
 
 
 @pytest.mark.parametrize(
-    ("state", "notice"),
+    ("state", "figure", "note"),
     [
-        ({"stream": {"redis": False, "lag": None, "capacity": 512}}, "Redis does not answer"),
-        ({"drafter": "none"}, "This service has no drafter"),
+        ({"drafter": "none"}, "Off", "This service has no drafter"),
+        ({"answers": False}, "Not measured", "A server that is only watched"),
+        ({"engine": "vllm"}, "Not measured", "vLLM does not switch its drafts off"),
+        ({"measures": True}, "Not measured yet", "needs some minutes of traffic"),
+        ({"measures": True, "minutes_to_speedup": 3.2}, "Not measured yet", "needs about 4 more minutes of traffic"),
     ],
-    ids=["Redis gone", "no drafter"],
+    ids=["no drafter", "watched", "vLLM", "no trial", "some trials"],
 )
-def test_notice_names_a_missing_part(service, opened, state, notice):
+def test_speedup_says_why_it_is_not_measured(service, opened, state, figure, note):
     page = opened(prepare=lambda page: send(page, unused(service, **state)))
-    expect(page.locator("#notices")).to_contain_text(notice)
+    expect(page.locator("#now-speedup")).to_have_text(figure)
+    expect(page.locator("#note-speedup")).to_contain_text(note)
+
+
+@pytest.mark.parametrize(
+    ("state", "problem", "action"),
+    [
+        ({"stream": {"redis": False, "capacity": 512, "domains": {}}}, "Redis does not answer", "check redis_url"),
+        ({"expected_replicas": 3}, "2 of 3 replicas report", "check the memory"),
+        ({"trainer": TRAINER | {"silence": None}}, "No trainer runs for the domain", "Start the service again"),
+        ({"trainer": TRAINER | {"silence": 75.2}}, "The trainer has been silent for 75 s", "read the log"),
+        ({"events": [REJECTED]}, "A replica rejected v7 at", "its hash is wrong. The version before stays in service"),
+        ({"speedup": SPEEDUP | {"guarded": 1}}, "Drafting is off in 1 replica", "returns by itself"),
+        ({}, "Traces dropped in the last 5 minutes: 7", "capture.bytes_per_second"),
+    ],
+    ids=["Redis", "replicas", "no trainer", "silent trainer", "rejected version", "guard", "dropped traces"],
+)
+def test_problem_is_named_with_what_to_do(service, opened, state, problem, action):
+    data = healthy(service, **state)
+    if not state:
+        times = [int(data["time"]) - 8, int(data["time"]) - 4]
+        data["bins"] |= {"time": times, "gauges": {}, "counts": {"traces_dropped": [3, 4]}}
+    for event in data["state"]["events"]:
+        event["time"] = data["time"] - 60
+    page = opened(prepare=lambda page: send(page, data))
+    expect(page.locator("#problems li")).to_have_count(1)
+    expect(page.locator("#problems li")).to_contain_text(problem)
+    expect(page.locator("#problems li")).to_contain_text(action)
 
 
 def test_theme_follows_the_switch_and_is_kept(service, opened):
@@ -543,3 +681,4 @@ def test_keyboard_reaches_every_page(service, opened):
         page.locator(f'#nav a[href="#{name}"]').focus()
         page.keyboard.press("Enter")
         expect(page.locator("#title")).to_have_text(name.capitalize())
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"

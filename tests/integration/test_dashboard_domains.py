@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
+from osd.capture.purge import Member, Purges
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
@@ -25,6 +26,8 @@ def test_dashboard_reads_a_domain_at_most_once_a_second(tmp_path, redis_url, mon
     for domain in ("general", "acme.code", "acme.code"):
         registry.publish(domain, {"weight": torch.zeros(1)}, {}, {"parent": None})
     reads, list_versions = [], registry.list
+    with Purges(redis_url) as purges:
+        purges.alive(Member("trainer", "general"))
     with Pointer(redis_url, tmp_path) as pointer, TrainingReports(redis_url) as reports:
         put(pointer, "acme.code", Rollout(1, 2, 0.1, 1.0))
         reports.set("acme.code", Training(account=FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01),))))
@@ -38,6 +41,7 @@ def test_dashboard_reads_a_domain_at_most_once_a_second(tmp_path, redis_url, mon
         with pytest.raises(ValueError, match="the domain sql does not exist"):
             feeds.of("sql")
         assert feeds.read()["domains"] == ["general", "acme.code"]
+        assert feeds.read()["silence"] is not None
         assert compose_domain(Settings(), metrics.totals(now), feeds.of("general"))["domain"] == "general"
     assert results[0] == results[2]
     assert (results[0]["domain"], results[0]["stable"], results[0]["canary"]) == ("acme.code", 1, 2)

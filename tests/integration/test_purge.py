@@ -29,6 +29,9 @@ def test_purge_answers_name_the_members_that_gave_them(redis_url, redis_client):
         for member in (trainer, replica):
             purges.alive(member)
         assert purges.members().keys() == {trainer, replica}
+        redis_client.pexpire("osd:trainer:acme.code", 86_400_000 - 42_000)
+        assert (purges.silence(trainer) or 0) >= 42
+        assert purges.silence(Member("trainer", "sql")) is None
         purges.add("a")
         purges.answer("a", trainer, RemovedData(records=2, learnt=True))
         purges.answer("a", replica, RemovedData(entries=3))

@@ -38,8 +38,8 @@ export class Learning {
       }),
     };
     for (const [name, chart] of Object.entries(this.charts)) chart.box.id = `chart-${name}`;
-    this.verdicts = new Table("verdicts", [["Time"], ["Verdict"], ["Version"], ["Expected length", true], ["Acceptance", true], ["Reason"]], "The gate has not judged a candidate yet.");
-    this.effects = new Table("effects", [["Version"], ["Against"], ["Measured", true], ["Interval", true], ["Trials", true]], "No trained version is in service yet.");
+    this.verdicts = new Table("verdicts", [["Time"], ["Verdict"], ["Version"], ["Expected length", true], ["Acceptance", true], ["Reason"]], "No verdict yet. The gate judges a candidate after each slice of training.");
+    this.effects = new Table("effects", [["Version"], ["Against"], ["Measured", true], ["Interval", true], ["Trials", true]], "No effect yet. It is measured when a trained version is in service or on trial.");
     this.replay = h("dl", { class: "facts", id: "replay" });
     this.stream = h("dl", { class: "facts", id: "stream" });
     this.sizes = h("dl", { class: "facts", id: "recall" });
@@ -118,7 +118,7 @@ export class Learning {
     facts(this.replay, report ? [["Records", whole(report.replay_records)], ["Tokens", whole(report.replay_tokens)], ["Memory", bytes(report.replay_bytes)],
       ["Tokens trained on, with repetitions", whole(report.positions)], ["CPU seconds of training", seconds(report.cpu_seconds)], ["While requests ran", seconds(report.beside_seconds)], ["Lost by replicas", seconds(report.slowed_seconds)],
       ...Object.entries(training).filter(([, each]) => each !== report).map(([domain, each]) => [`Records of ${domain}`, whole(each.replay_records)])]
-      : [["Records", "none yet"]]);
+      : [["Records", "none yet: captured requests fill it"]]);
     const records = Object.values(stream.domains).reduce((sum, domain) => sum + domain.records, 0);
     const backlog = ({ lag, age, records: all, bytes: size }) =>
       lag === null ? `no trainer reads its ${whole(all)} records` : lag ? `${whole(lag)}${age === null ? "" : `, the oldest for ${seconds(age)}`}` : `none, ${bytes(size)} on the stream`;
@@ -126,8 +126,8 @@ export class Learning {
       ...Object.entries(stream.domains).map(([domain, state]) => [`Waiting in ${domain}`, backlog(state)]),
       ...listed({ display }, "stream", (key) => totals[key])]);
     const tables = Object.entries(recall.tables);
-    facts(this.sizes, tables.length ? tables.map(([domain, { entries, bytes: size }]) => [domain, `${whole(entries)} entries, ${bytes(size)}`]) : [["Tables", "none"]]);
+    facts(this.sizes, tables.length ? tables.map(([domain, { entries, bytes: size }]) => [domain, `${whole(entries)} entries, ${bytes(size)}`]) : [["Tables", "none yet: the first request fills them"]]);
     const rows = recall.orders.map(({ source, order, drafted, accepted }) => ({ name: `${source} ${order}`, part: accepted, of: drafted, ink: inkOf(source) }));
-    rateBars(this.hits, rows, "No recalled drafts yet.");
+    rateBars(this.hits, rows, "No recalled drafts yet. Recall drafts when a text repeats words that it has seen.");
   }
 }

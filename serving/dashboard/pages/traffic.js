@@ -10,8 +10,8 @@ import { Table, card, charts, facts, tiles } from "../widgets.js";
 export class Traffic {
   constructor({ display }) {
     this.figures = new Figures("traffic", display);
-    this.replicas = new Table("replicas", [["Replica"], ["Drafter"], ["Running", true], ["Waiting", true], ["Longest swap", true]], "No replica has reported yet.");
-    this.traced = new Table("traced", [["Domain"], ["Drafter"], ["Requests", true], ["Acceptance", true], ["By position", true]], "No trace of a vLLM has arrived yet.");
+    this.replicas = new Table("replicas", [["Replica"], ["Drafter"], ["Running", true], ["Waiting", true], ["Longest swap", true]], "No replica has reported yet. A replica reports once a second from its start.");
+    this.traced = new Table("traced", [["Domain"], ["Drafter"], ["Requests", true], ["Acceptance", true], ["By position", true]], "No trace of a vLLM has arrived yet. Each captured request sends one when it ends.");
     this.tracedCard = card("Traced requests", "Draft tokens that verification reached, in the captured requests of vLLM since the trainer started", this.traced.element).element;
     this.ends = h("dl", { class: "facts", id: "ends" });
     this.plan = h("dl", { class: "facts", id: "plan" });

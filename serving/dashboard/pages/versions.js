@@ -21,13 +21,14 @@ const ACTIONS = {
 export class Versions {
   constructor() {
     this.selected = [];
-    this.table = new Table("versions", COLUMNS, "No drafter version is published yet.");
+    this.table = new Table("versions", COLUMNS, "No drafter version is published yet. The first one is published when the service starts, and the next when a candidate of the trainer passes the gate.");
     this.comparison = h("div", { id: "comparison" });
     this.domains = h("select", { id: "domain", onchange: () => this.changeDomain() });
     this.domainLabel = h("label", { class: "place", hidden: true }, "Domain", this.domains);
+    this.oneDomain = h("p", { class: "hint" });
     this.error = h("p", { class: "notice bad", role: "alert", hidden: true });
     this.element = h("div", { class: "page" },
-      this.domainLabel, this.error, this.operator(),
+      this.domainLabel, this.oneDomain, this.error, this.operator(),
       card("Drafter versions", "The gate measured the held-out figures; live figures are from requests of this service, with 95 % intervals", this.table.element).element,
       card("Comparison", "The two versions that are selected in the table", this.comparison).element);
   }
@@ -115,6 +116,8 @@ export class Versions {
     const selected = this.domains.value;
     refill(this.domains, [state.domains], () => state.domains.map((name) => h("option", { value: name, selected: name === selected }, name)));
     this.domainLabel.hidden = state.domains.length < 2;
+    this.oneDomain.hidden = !this.domainLabel.hidden;
+    put(this.oneDomain, `Only the domain ${state.domain} has versions. Set trainer.extra_domains to train drafters of further domains.`);
     if (this.domains.value === state.domain) this.render(state);
     else this.loadDomain();
   }

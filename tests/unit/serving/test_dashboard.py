@@ -11,13 +11,14 @@ import torch
 
 from osd.capture.streams import StreamState, Waiting
 from osd.config import Settings
+from osd.economy.effect import LEAST_TRIALS
 from osd.registry.events import Events
 from osd.registry.pointer import Rollout
 from osd.registry.training import FundReport, Training, VersionEffect
 from osd.registry.versions import Registry
 from serving import dashboard
 from serving.dashboard import data
-from serving.dashboard.data import compose, speedup
+from serving.dashboard.data import compose, minutes_to_speedup, speedup
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report
 from serving.service import ServedModel
@@ -113,6 +114,7 @@ def test_data_has_versions_in_service_and_live_acceptance():
     metrics.push(Report("r1", now, 2, True, counters, canary=3, domains={"code": 2}))
     feeds = {
         "redis": True,
+        "silence": 4.5,
         "rollout": Rollout(2, 3, 0.25, 1.0),
         "streams": {
             "code": StreamState(3, 900, None),
@@ -126,9 +128,10 @@ def test_data_has_versions_in_service_and_live_acceptance():
             {"number": 2, "problem": None, "manifest": {"parent": 1, "gate": {"acceptance": 0.5}}},
         ],
     }
-    model = ServedModel("tiny", "root", 64, 10, 1)
+    model, settings = ServedModel("tiny", "root", 64, 10, 1), Settings.model_validate({"serving": {"replicas": 3}})
     training = {"general": Training(account=FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01, 50),)))}
-    data = compose(Settings(), model, replace(metrics.totals(now), training=training), feeds)
+    totals = replace(metrics.totals(now), training=training, tried_since={"general": 7.0, "code": 8.0})
+    data = compose(settings, model, totals, feeds)
     first, second = data["versions"]
     assert (first["in_service"], second["in_service"]) == (False, True)
     assert second["live"] == {"rounds": 0, "drafted": 40, "accepted": 30}
@@ -140,6 +143,10 @@ def test_data_has_versions_in_service_and_live_acceptance():
     assert (first["speedup"], second["speedup"]["log"]) == (None, 0.1)
     assert data["training"]["general"]["account"]["effects"][0]["before"] == 1
     assert data["domains"] == ["general", "code"]
+    assert data["trainer"] == {"needed": True, "silence": 4.5, "min_records": 12}
+    assert (data["tried_since"], data["expected_replicas"], data["measures"]) == (7.0, 3, True)
+    watched = compose(settings, model, totals, feeds, answers=False)
+    assert (watched["expected_replicas"], watched["measures"]) == (1, False)
     assert (data["stream"]["redis"], data["stream"]["capacity"]) == (True, 512)
     streams = data["stream"]["domains"]
     assert streams["code"] == {"records": 3, "bytes": 900, "lag": None, "age": None}
@@ -161,3 +168,19 @@ def test_speedup_sums_replicas_and_needs_twelve_trials():
     assert (both["estimate"], both["price"]) == (pytest.approx(1.5), pytest.approx(0.004))
     assert (both["trials"], both["guarded"]) == (12, 1)
     assert 1.49 < both["low"] < 1.5 < both["high"] < 1.51
+
+
+@pytest.mark.parametrize(
+    ("trials", "spent", "minutes"),
+    [(0, 0.0, None), (6, 0.6, 2.0), (6, 4.0, 18.0), (3, 0.6, 6.0), (LEAST_TRIALS, 9.0, 0.0)],
+    ids=["no trial", "the pace limits", "the price limits", "few trials", "measured"],
+)
+def test_minutes_to_speedup_follow_pace_and_price(trials, spent, minutes):
+    """Trials continue at their pace, unless half a percent of the busy time does not pay for them."""
+    metrics, now = ReplicaMetrics(), time.time()
+    gauges = {"speedup_trials": trials, "speedup_drafted_seconds": 100.0, "speedup_plain_seconds": 180.0}
+    for replica in ("a", "b"):
+        metrics.push(Report(replica, now, 1, True, {"busy_seconds": 120.0, "measuring_seconds": spent}, gauges))
+        gauges = {**gauges, "speedup_trials": 0}
+    result = minutes_to_speedup(Settings(), metrics.totals(now))
+    assert result == (None if minutes is None else pytest.approx(minutes))
