@@ -134,7 +134,9 @@ def demo(
     minutes: Annotated[
         float, typer.Option(min=0.1, max=60, help="Minutes of live traffic before the measurement.")
     ] = 3.5,
-    report: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.", metavar="FILE")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the figures to this JSON file, and a plot beside it.", metavar="FILE")
+    ] = None,
     source: Annotated[str, typer.Option(help="Prompts: unittest, stdlib, pydoc or a JSON lines file.")] = "unittest",
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 0.5,
     config: ConfigFile = None,
@@ -144,6 +146,8 @@ def demo(
     settings = settings_of(config, overrides)
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
+    if report is not None and report.suffix == ".svg":
+        fail(f"--report {report}: it is a JSON file, and the plot is written beside it as .svg: use another name")
     if not (settings.trains and settings.capture.enabled):
         fail("the demo needs a trainable drafter.kind, trainer.enabled and capture.enabled")
     if settings.engine.kind != "osd":

@@ -1,11 +1,14 @@
-"""Live view of the demo, and its report at the end."""
+"""Live view of the demo, and its report and plot at the end."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,22 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.demo.measure import HeldOutResult, ModeResult
+from deploy.demo.measure import PROMPTS, HeldOutResult, ModeResult
+from osd.cli.report import Plot, write_plot
 from osd.metrics import SpeculationCounts, acceptance_rate
+from osd.runtime.machine import Machine
 from osd.traffic.open_loop import Tally
 
 
 @dataclass(frozen=True)
 class MetricsSample:
-    """Counters of the service, ``time`` seconds after the start of the traffic."""
+    """Counters of the service, ``time`` seconds after the start of the traffic.
+
+    Attributes:
+        requests: finished requests of the client.
+        speedup: measured speed-up over plain decoding: ``estimate``, and ``low`` and ``high`` where the 95 % interval
+            is known; empty before the first estimate.
+    """
 
     time: float
     counts: SpeculationCounts
@@ -32,6 +43,8 @@ class MetricsSample:
     stall: float
     written: int
     dropped: int
+    requests: int = 0
+    speedup: Mapping[str, float] = field(default_factory=dict)
 
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -95,10 +108,10 @@ class DemoRun:
             return 0.0
         return (recent[-1].tokens - recent[0].tokens) / (recent[-1].time - recent[0].time)
 
-    def swap_times(self) -> list[float]:
-        """Return the times at which the version in service changed."""
+    def swaps(self) -> list[MetricsSample]:
+        """Return the first sample after each change of the version in service."""
         return [
-            after.time
+            after
             for before, after in itertools.pairwise(self.samples)
             if before.version and after.version != before.version
         ]
@@ -135,7 +148,8 @@ def line(demo: DemoRun) -> str:
 def plot(demo: DemoRun, width: int, height: int) -> str:
     """Return a plot of the acceptance rate over the time of the traffic."""
     head = "     acceptance rate (^ a swap)"
-    return f"{head}\n{chart(demo.acceptance(), demo.swap_times(), demo.seconds, width, height)}"
+    swaps = [sample.time for sample in demo.swaps()]
+    return f"{head}\n{chart(demo.acceptance(), swaps, demo.seconds, width, height)}"
 
 
 def show(console: Console, demo: DemoRun, held_out: HeldOutResult) -> None:
@@ -189,6 +203,55 @@ def write(path: Path, demo: DemoRun, held_out: HeldOutResult) -> None:
         "first_minute": None if held_out.first_minute is None else held_out.first_minute.figures(),
     }
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, demo: DemoRun, held_out: HeldOutResult, machine: Machine) -> None:
+    """Write an SVG file with acceptance and speed-up over the requests served, and with marks of the swaps."""
+    requests = {sample.time: sample.requests for sample in demo.samples}
+    marks = [(sample.requests, f"v{sample.version}") for sample in demo.swaps()]
+    # Of the samples between two requests the last counts.
+    acceptance = list({requests[moment]: rate for moment, rate in demo.acceptance()}.items())
+    speedups = {sample.requests: sample.speedup for sample in demo.samples if sample.speedup}
+    estimates = [(served, speedup["estimate"]) for served, speedup in speedups.items()]
+    ranges = [(served, now["low"], now["high"]) for served, now in speedups.items() if {"low", "high"} <= now.keys()]
+    top = math.ceil(3 * max([1.0, *(estimate for _, estimate in estimates)])) / 2
+    plain = [(0.0, 1.0), (float(demo.now.requests), 1.0)]
+    title = "speed-up over plain decoding" if estimates else "speed-up over plain decoding: not measured in this time"
+    plots = [
+        Plot("acceptance rate", {"accepted / drafted": acceptance}, marks, unit="requests"),
+        Plot(title, {"measured": estimates, "plain decoding": plain}, marks, unit="requests",
+             bands={"measured": ranges}, top=top),
+    ]  # fmt: skip
+    write_plot(path, plots, [*_caption(demo, machine), _held_out_line(demo, held_out)])
+
+
+def _caption(demo: DemoRun, machine: Machine) -> list[str]:
+    """Return the caption of the plot, in lines."""
+    return [
+        f"{demo.target}; {machine.cores} cores of {machine.cpu}; {time.strftime('%Y-%m-%d')}.",
+        "Acceptance rate: over the last 10 seconds. Vertical lines: a new version of the drafter is swapped in.",
+        "Speed-up: measured while serving, at the same load; the area is its 95 % interval, where it is known.",
+    ]
+
+
+def _held_out_line(demo: DemoRun, held_out: HeldOutResult) -> str:
+    """Return the speed-up on held-out prompts as a line of the caption."""
+    results = {f"version {demo.last}": held_out.last, f"recall with version {demo.last}": held_out.mixed}
+    speeds = {name: result.tokens_per_second / held_out.plain for name, result in results.items() if result}
+    text = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+    return f"Speed-up on {PROMPTS} held-out prompts, greedy, median: {text}."
+
+
+def next_steps(url: str) -> list[str]:
+    """Return three lines that say what to do after the demo; ``url`` is the address of the service."""
+    program = "osd" if shutil.which("osd") else sys.argv[0]
+    steps = {
+        f"{program} up": f"serve your own requests; the dashboard is at {url}/dashboard",
+        f"{program} up HuggingFaceTB/SmolLM2-1.7B-Instruct": "serve your model: a hub id, a directory or a .gguf file",
+        f"{program} learn --capture": "learn from your vLLM; docs/vllm-learning.md has the options of vLLM",
+    }
+    width = max(map(len, steps))
+    return [f"{command:{width}}  {purpose}" for command, purpose in steps.items()]
 
 
 def _recall_results(demo: DemoRun, held_out: HeldOutResult) -> dict[str, ModeResult]:

@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.live import Live
 
 from deploy.demo.measure import ServedState, measure
-from deploy.demo.report import DemoRun, MetricsSample, line, panel, show, write
+from deploy.demo.report import DemoRun, MetricsSample, draw, line, next_steps, panel, show, write
 from deploy.embedded import Embedded
 from osd.cli.common import key_of
 from osd.config import Settings
 from osd.drafting.recall.snapshot import SNAPSHOT, Snapshots
 from osd.metrics import SpeculationCounts
+from osd.runtime.machine import Machine
 from osd.scrape import Scrape
 from osd.traffic import SOURCES, load
 from osd.traffic.open_loop import Load, client_of, replay
@@ -32,6 +33,7 @@ _SAMPLE_SECONDS = 2.0
 _LINE_SECONDS = 20.0
 _MINUTE = 60.0
 _REPORT_SECONDS = 2.5  # replicas report their counters once a second
+_MEASURE = 0.05  # smallest economy.measure of the demo, so that it measures the speed-up within minutes
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DemoPlan:
 
 
 def run(settings: Settings, plan: DemoPlan, report: Path | None) -> None:
-    """Run the demo and print its results; write the figures as JSON to ``report``, if any.
+    """Run the demo and print its results; write the figures as JSON to ``report``, if any, and a plot beside it.
 
     Raises:
         TrafficError: the source cannot be read, or has too few prompts.
@@ -87,7 +89,7 @@ def _run(
     send, hold = prompts
     demo = DemoRun(settings.target.source, plan.minutes * 60, trained=settings.drafter.distilled.kind)
     with _steps(console, "starting") as step:
-        service = Embedded(settings, step)
+        service = Embedded(_measured(settings), step)
         service.start()
     try:
         console.print(f"Dashboard   {service.url}/dashboard")
@@ -107,7 +109,17 @@ def _run(
     show(console, demo, held_out)
     if report is not None:
         write(report, demo, held_out)
-        console.print(f"Report      {report}")
+        picture = report.with_suffix(".svg")
+        draw(picture, demo, held_out, Machine.here())
+        console.print(f"Report      {report}\nPlot        {picture}", soft_wrap=True)
+    console.print("\n".join(["Next steps", *next_steps(service.url)]), soft_wrap=True)
+
+
+def _measured(settings: Settings) -> Settings:
+    """Return the settings of the service; it measures the speed-up more often unless the measurement is off."""
+    measure = settings.economy.measure
+    economy = settings.economy.model_copy(update={"measure": max(measure, _MEASURE) if measure else measure})
+    return settings.model_copy(update={"economy": economy})
 
 
 async def _live(
@@ -173,6 +185,8 @@ async def _sample(client: httpx2.AsyncClient, service: Embedded, demo: DemoRun) 
             stall=scrape.by("osd_swap_stall_seconds_max", of=max).get((), 0),
             written=int(scrape.sum("osd_traces_written_total")),
             dropped=int(scrape.sum("osd_traces_dropped_total")),
+            requests=demo.tally.finished,
+            speedup={bound: value for (bound,), value in scrape.by("osd_speedup", "bound", of=max).items()},
         )
     )
 

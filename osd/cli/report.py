@@ -61,7 +61,7 @@ def _line(cells: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Plot:
-    """Line plot of shares from 0 to 1.
+    """Line plot of shares from 0 to 1, or of values from 0 to ``top``.
 
     Attributes:
         title: title of the plot.
@@ -69,6 +69,8 @@ class Plot:
         marks: x positions and labels of vertical lines.
         dots: single points, drawn in the colour of the line with the same name.
         unit: unit of x.
+        bands: points (x, low, high) of a range around a line, drawn in the colour of the line with the same name.
+        top: upper end of the vertical axis.
     """
 
     title: str
@@ -76,30 +78,37 @@ class Plot:
     marks: Sequence[tuple[float, str]] = ()
     dots: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     unit: str = "records"
+    bands: Mapping[str, Sequence[tuple[float, float, float]]] = field(default_factory=dict)
+    top: float = 1.0
 
     def height(self) -> int:
         """Return the height in pixels."""
         return _HEIGHT
 
     def svg(self) -> list[str]:
-        """Return the SVG elements of axes, lines, dots and marks, in pixels from the upper left corner."""
+        """Return the SVG elements of axes, bands, lines, dots and marks, in pixels from the upper left corner."""
         most = max((x for line in self.lines.values() for x, _ in line), default=1) or 1
         wide, high = _WIDTH - _LEFT - _RIGHT - 150, _HEIGHT - _TOP - _BOTTOM
 
         def place(x: float, y: float) -> str:
-            return f"{_LEFT + wide * x / most:.1f},{_TOP + high * (1 - y):.1f}"
+            return f"{_LEFT + wide * x / most:.1f},{_TOP + high * (1 - min(y / self.top, 1)):.1f}"
 
         parts = [f'<text x="{_LEFT}" y="18" font-weight="bold">{escape(self.title)}</text>']
         for tenth in range(0, 11, 2):
             y = _TOP + high * (1 - tenth / 10)
             parts.append(f'<line x1="{_LEFT}" x2="{_LEFT + wide}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>')
+            label = f"{self.top * tenth / 10:.1f}"
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
         for x, name in self.marks:
             at = _LEFT + wide * x / most
             parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_TOP + high}" stroke="#999" />')
             parts.append(f'<text x="{at + 4:.1f}" y="{_TOP + 12}" fill="#666">{escape(name)}</text>')
         for index, (name, line) in enumerate(self.lines.items()):
             colour, points = _COLOURS[index % len(_COLOURS)], " ".join(place(x, y) for x, y in line)
+            if band := self.bands.get(name, ()):
+                edge = [(x, top) for x, _, top in band] + [(x, bottom) for x, bottom, _ in reversed(band)]
+                corners = " ".join(place(x, y) for x, y in edge)
+                parts.append(f'<polygon points="{corners}" fill="{colour}" fill-opacity="0.18"/>')
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
             for x, y in (place(*dot).split(",") for dot in self.dots.get(name, ())):
                 parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>')
@@ -134,12 +143,16 @@ class Bars:
         return parts
 
 
-def write_plot(path: Path, plots: Sequence[Plot | Bars]) -> None:
-    """Write an SVG file with the plots in a column."""
+def write_plot(path: Path, plots: Sequence[Plot | Bars], caption: Sequence[str] = ()) -> None:
+    """Write an SVG file with the plots in a column, and the lines of a ``caption`` below them."""
     parts, y = list[str](), 0
     for plot in plots:
         parts += [f'<g transform="translate(0 {y})">', *plot.svg(), "</g>"]
         y += plot.height()
+    for line in caption:
+        y += _LINE
+        parts.append(f'<text x="8" y="{y - 4}" fill="#444">{escape(line)}</text>')
+    y += _LINE // 2 if caption else 0
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" font-family="sans-serif" '
     whole = [head + 'font-size="12">', f'<rect width="{_WIDTH}" height="{y}" fill="white"/>', *parts, "</svg>"]
     path.write_text("\n".join(whole) + "\n", encoding="utf-8")

@@ -186,6 +186,7 @@ def test_demo_refuses_incompatible_settings(tmp_path):
     vllm = ("--set", "engine.kind=vllm", "--set", "engine.vllm.python=/python")
     assert "engine.kind" in refusal(run_cli("demo", *vllm))
     assert "--report" in refusal(run_cli("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
+    assert "the plot is written beside it" in refusal(run_cli("demo", "--report", str(tmp_path / "report.svg")))
 
 
 def test_drafters_commands_in_an_empty_home(tmp_path):

@@ -44,6 +44,28 @@ def test_dots_have_the_colour_of_their_line(tmp_path):
     assert "100 tokens" in [text.text for text in root.iter(f"{SPACE}text")]
 
 
+def test_band_lies_around_its_line_and_below_the_top(tmp_path):
+    plot = Plot("speed", {"one": [(0, 1.0), (10, 2.0)]}, bands={"one": [(0, 0.5, 1.5), (10, 1.0, 99.0)]}, top=2.5)
+    root = draw(tmp_path, plot)
+    (line,), (band,) = root.iter(f"{SPACE}polyline"), root.iter(f"{SPACE}polygon")
+    assert band.get("fill") == line.get("stroke")
+    start, end = (float(point.split(",")[1]) for point in (line.get("points") or "").split())
+    corners = [float(point.split(",")[1]) for point in (band.get("points") or "").split()]
+    assert corners[0] < start < corners[3]  # SVG's y axis points down
+    assert corners[1] < end < corners[2]
+    texts = [text.text for text in root.iter(f"{SPACE}text")]
+    assert texts.count("0.5") == texts.count("2.5") == 1
+    grid = [float(line.get("y1") or 0) for line in root.iter(f"{SPACE}line")]
+    assert corners[1] == min(grid), "a range ends at the top of the axis"
+
+
+def test_caption_stands_below_the_plots(tmp_path):
+    write_plot(tmp_path / "p.svg", [Bars("b", [("one", 0.25, 0.5)])], ["a <machine>", "a date"])
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()  # noqa: S314 - our own file
+    heights = {text.text: float(text.get("y") or 0) for text in root.iter(f"{SPACE}text")}
+    assert heights["b"] < heights["a <machine>"] < heights["a date"] < float(root.get("height") or 0)
+
+
 def test_bars_have_the_width_of_their_share_and_a_bound(tmp_path):
     root = draw(tmp_path, Bars("b", [("one", 0.25, 0.5), ("two", 0.5, 0.5)]))
     _, *bars = root.iter(f"{SPACE}rect")
