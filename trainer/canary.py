@@ -12,7 +12,7 @@ from typing import Any, Literal
 from redis.exceptions import RedisError
 
 from osd.capture.trace import Trace
-from osd.economy.effect import LEAST_TRIALS, Effect
+from osd.economy.effect import LEAST_TRIALS, Effect, sequence_width
 from osd.economy.report import Comparison, Measured
 from osd.learning.drift import tested_tokens
 from osd.metrics import acceptance_rate
@@ -239,10 +239,7 @@ class CanaryTrial:
         """Return half the width of the confidence sequence for a mean with the standard error ``error``."""
         if not math.isfinite(error):
             return math.inf
-        # Each of the two compared rates gets half of the risk.
-        prior, variance = _EFFECT**2, error**2
-        log_term = 2 * math.log(2 / self._risk) + math.log1p(prior / variance)
-        return math.sqrt(variance * (1 + variance / prior) * log_term)
+        return sequence_width(error, self._risk / 2, _EFFECT)  # each of the two compared rates gets half of the risk
 
 
 def speed_figures(effect: Effect | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from benchmarks.turns import by_way, in_turns
 from osd.cli.common import ConfigFile, Overrides, Temperature, settings_of
 from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.drafting import initial, served
-from osd.economy.effect import jackknife
+from osd.economy.effect import jackknife, without_each
 from osd.economy.switchback import Switchback
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
@@ -146,8 +146,7 @@ class Passes:
 
 def _log_ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
     """Return the logarithm of the ratio of the sums, and its standard error over the turns."""
-    leave_one_out = np.log((numerators.sum() - numerators) / (denominators.sum() - denominators))
-    return float(np.log(numerators.sum() / denominators.sum())), jackknife(leave_one_out)
+    return jackknife(np.log(without_each(numerators) / without_each(denominators)))
 
 
 def table(results: Sequence[EconomySession]) -> Table:

@@ -19,13 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-CELL = 8
-"""Steps whose sums are one observation of a fit."""
 
 LEAST_TRIALS = 12
 """Trials before which no interval is reported: a jackknife of fewer is too narrow."""
@@ -33,10 +30,38 @@ LEAST_TRIALS = 12
 RISK = 0.05
 """Probability that an interval is ever wrong, however often it is evaluated."""
 
-_EFFECT = 0.02  # logarithm of the speed-up for which the confidence sequence is narrowest
-_TURNS = 4  # of the fit: costs given the machine's speed, and its speed given the costs
-_PLAIN = np.array([0, 1, 4])  # of the covariates below: plain steps are linear in streams and prompt rows
-_COVARIATES = 6
+LEAST_EFFECT = 0.02
+"""Logarithm of the least speed-up that matters: there, a confidence sequence is narrowest."""
+
+KNOWN_WIDTH = LEAST_EFFECT / 2
+"""Half an interval, below which an effect is known well enough."""
+
+_TURNS = 5  # of a fit, costs given speeds and speeds given costs; the last changed a simulated logarithm by < 1e-6
+_RIDGE = 1e-4  # weight of a penalty for costs of what hardly varies, such as the streams of a single client
+
+SUMS = 9
+"""Sums over steps: six covariates of their seconds, plain steps for the same tokens, tokens, and seconds.
+
+The covariates are steps, streams, prompt rows, streams up to 4, streams up to 12, and steps with prompts; plain steps
+are linear in the first three.
+"""
+
+STEPS, TOKENS, SECONDS = 0, 7, 8
+_PLAIN, _COVARIATES = 3, 6
+_WORK = [6, 7, 2]  # of plain decoding for the same tokens and prompts: steps, streams, prompt rows
+
+BLOCK = 64
+"""Steps of a block; blocks of 16 to 256 steps gave the same speed-up in simulations."""
+
+CELL = 8
+"""Steps of one observation of a fit, and uncounted steps after a switch: caches are cold, and drafters read tokens."""
+
+TRIAL = (1 + 2 * BLOCK // CELL, SUMS)
+"""Shape of a trial: sums since the trial before, and over each cell of half a block, the block, and half a block."""
+
+_FIRST, _NEXT = 1 + BLOCK // 2 // CELL, 1 + (BLOCK // 2 + BLOCK) // CELL  # cells of the block, and after it
+INSIDE, AROUND = [*range(_FIRST + 1, _NEXT)], [*range(1, _FIRST), *range(_NEXT + 1, TRIAL[0])]
+"""Counted cells of the block, and on both sides of it."""
 
 
 @dataclass(frozen=True)
@@ -48,90 +73,11 @@ class Step:
     prompt_rows: int
     tokens: int
 
-
-class Totals:
-    """Sums over steps: seconds, covariates of the seconds, and the same work in plain steps.
-
-    Attributes:
-        covariates: [6] the seconds of a step are piecewise linear in its streams, and linear in its prompt rows.
-        work: [3] plain steps for the same tokens and prompts: their number, streams and prompt rows.
-    """
-
-    def __init__(self) -> None:
-        self.covariates, self.work, self.seconds = [0.0] * _COVARIATES, [0.0] * 3, 0.0
-
-    @property
-    def tokens(self) -> float:
-        """Number of drawn tokens."""
-        return self.work[1]
-
-    def add(self, step: Step) -> None:
-        """Add the seconds, the covariates and the plain work of a step."""
-        n, p = step.streams, step.prompt_rows
-        plain = step.tokens / n if n else 1.0
-        for sums, values in (
-            (self.covariates, (1, n, min(n, 4), min(n, 12), p, p > 0)),
-            (self.work, (plain, plain * n, p)),
-        ):
-            for place, value in enumerate(values):
-                sums[place] += value
-        self.seconds += step.seconds
-
-    def add_totals(self, totals: Totals) -> None:
-        """Add the sums over other steps."""
-        self.covariates = [a + b for a, b in zip(self.covariates, totals.covariates, strict=True)]
-        self.work = [a + b for a, b in zip(self.work, totals.work, strict=True)]
-        self.seconds += totals.seconds
-
-
-class Sums(Totals):
-    """Totals over whole cells of steps, and the normal equations of a fit over these cells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gram, self.moments = np.zeros((_COVARIATES, _COVARIATES)), np.zeros(_COVARIATES)
-        self._cell, self._steps = Totals(), 0
-
-    def add(self, step: Step) -> None:
-        """Add a step; it counts when its cell is full."""
-        self._cell.add(step)
-        self._steps += 1
-        if self._steps == CELL:
-            x = np.array(self._cell.covariates)
-            self.gram += np.outer(x, x)
-            self.moments += self._cell.seconds * x
-            self.add_totals(self._cell)
-            self._cell, self._steps = Totals(), 0
-
-
-@dataclass
-class Trial:
-    """Sums over the steps ``inside`` the block, ``around`` it, and of the outer arm ``since`` the trial before."""
-
-    inside: Sums = field(default_factory=Sums)
-    around: Sums = field(default_factory=Sums)
-    since: Totals = field(default_factory=Totals)
-
-
-@dataclass
-class Pair:
-    """Sums over two neighbouring blocks of steps, each with another version.
-
-    Attributes:
-        candidate: steps in which the candidate drafts.
-        stable: steps in which the stable version drafts.
-        count: pairs of blocks in the sums.
-    """
-
-    candidate: Totals = field(default_factory=Totals)
-    stable: Totals = field(default_factory=Totals)
-    count: int = 1
-
-    def add(self, pair: Pair) -> None:
-        """Add the sums and the count of another pair."""
-        self.candidate.add_totals(pair.candidate)
-        self.stable.add_totals(pair.stable)
-        self.count += pair.count
+    def sums(self) -> np.ndarray:
+        """Return the addends of ``SUMS``."""
+        n, p = self.streams, self.prompt_rows
+        plain = self.tokens / n if n else 1.0
+        return np.array([1.0, n, p, min(n, 4), min(n, 12), p > 0, plain, plain * n, self.seconds])
 
 
 @dataclass(frozen=True)
@@ -150,16 +96,8 @@ class Effect:
 
     @property
     def width(self) -> float:
-        """Half the width of the interval of the logarithm; infinite before ``LEAST_TRIALS``.
-
-        With a probability of 1 - ``RISK`` the interval holds the true value at all evaluations together: Robbins'
-        normal mixture (1970).
-        """
-        if self.trials < LEAST_TRIALS:
-            return math.inf
-        variance, prior = self.error**2, _EFFECT**2
-        factor = 2 * math.log(1 / RISK) + math.log1p(prior / max(variance, 1e-12))
-        return math.sqrt(variance * (1 + variance / prior) * factor)
+        """Half the width of the interval of the logarithm; infinite before ``LEAST_TRIALS``."""
+        return math.inf if self.trials < LEAST_TRIALS else sequence_width(self.error, RISK, LEAST_EFFECT)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -174,6 +112,17 @@ class Effect:
         return f"{100 * math.expm1(self.log):+.1f}%{bounds}"
 
 
+def sequence_width(error: float, risk: float, effect: float) -> float:
+    """Return half the width of a confidence sequence, which is narrowest for estimates of ``effect``.
+
+    With a probability of 1 - ``risk`` the interval holds the true value at all evaluations together: Robbins' normal
+    mixture (1970). ``error`` is the standard error of the estimate.
+    """
+    variance, prior = error**2, effect**2
+    factor = 2 * math.log(1 / risk) + math.log1p(prior / max(variance, 1e-12))
+    return math.sqrt(variance * (1 + variance / prior) * factor)
+
+
 def bounds(log: float | None, width: float | None) -> dict[str, float]:
     """Return a measured ratio and the bounds of its interval, from logarithms; empty before it is known."""
     if log is None or width is None:
@@ -181,139 +130,104 @@ def bounds(log: float | None, width: float | None) -> dict[str, float]:
     return {"estimate": math.exp(log), "low": math.exp(log - width), "high": math.exp(log + width)}
 
 
-@dataclass(frozen=True)
-class PlainCosts:
-    """Costs of plain decoding on a machine of average speed.
-
-    Attributes:
-        seconds: [3] seconds of a plain step, of each of its streams and of each of its prompt rows.
-    """
-
-    seconds: np.ndarray
-
-    def unpaired_log(self, drafted: Totals) -> float:
-        """Return the natural logarithm of the speed-up over plain decoding in the steps that ``drafted`` sums.
-
-        No plain steps around the same time are used: the machine is assumed to have its average speed.
-        """
-        return _log(self.seconds @ drafted.work, drafted.seconds)
-
-    def trial_log(self, trial: Trial, plain_inside: bool) -> float:
-        """Return the natural logarithm of the speed-up that a single trial measured."""
-        plain, drafted = (trial.inside, trial.around) if plain_inside else (trial.around, trial.inside)
-        slower = _log(
-            plain.seconds, self.seconds @ np.array(plain.covariates)[_PLAIN]
-        )  # the machine, around this trial
-        return slower + self.unpaired_log(drafted)
-
-
-def estimate(trials: Sequence[Trial], plain_inside: bool) -> tuple[Effect, PlainCosts] | None:
-    """Estimate the speed-up of drafting over plain decoding, and the costs of plain steps.
-
-    Args:
-        trials: with plain decoding inside the block and drafting around it, or the reverse.
-        plain_inside: whether plain decoding is inside the block.
+def estimate(trials: Sequence[np.ndarray]) -> tuple[Effect, np.ndarray, float] | None:
+    """Estimate the speed-up of drafting and the costs of plain steps, from trials with plain decoding inside the block.
 
     Returns:
-        None for fewer than two trials.
+        The effect; the seconds [3] of a plain step, of each of its streams and of each of its prompt rows, on a machine
+        of average speed; and the seconds of the steps with drafting. None for fewer than two trials.
     """
     if len(trials) < 2:
         return None
-    around = _Side([trial.around for trial in trials], plain=not plain_inside)
-    inside = _Side([trial.inside for trial in trials], plain=plain_inside)
-    costs_around, speeds = around.costs_and_speeds()
-    costs_inside, without = inside.costs(speeds), inside.costs_without_each(speeds)
-    if plain_inside:
-        # All drafted steps count. Only the costs of plain steps are estimated from the trials.
-        work = np.sum([trial.since.work for trial in trials], 0)
-        took = float(np.sum([trial.since.covariates for trial in trials], 0) @ costs_around)
-        log, logs = _log(costs_inside @ work, took), _log(without @ work, took)
-    else:
-        work = np.array([trial.inside.work for trial in trials])
-        seconds = np.array([trial.inside.seconds for trial in trials]) / speeds
-        log = _log(costs_around @ work.sum(0), seconds.sum())
-        logs = _log((work.sum(0) - work) @ costs_around, seconds.sum() - seconds)
-    costs = PlainCosts(costs_inside if plain_inside else costs_around)
-    return Effect(float(log), jackknife(logs), len(trials)), costs
+    cells = np.array(trials)
+    costs, speeds = _two_factors(cells[:, AROUND])
+    gram, moments = _equations(cells[:, INSIDE], _PLAIN)
+    plain = ridge(without_each(gram), without_each(moments / speeds[:, None]), len(trials))
+    # All drafted steps count. Only the costs of plain steps are estimated from the trials.
+    drafted = cells[:, [0, *AROUND]].sum((0, 1))
+    effect = jackknife(log_ratio(plain @ drafted[_WORK], drafted[:_COVARIATES] @ costs))
+    return Effect(*effect, len(trials)), plain[0], float(drafted[SECONDS])
 
 
-def compare(pairs: Sequence[Pair], costs: PlainCosts | None) -> Effect | None:
+def plain_log(costs: np.ndarray, drafted: np.ndarray) -> float:
+    """Return the natural logarithm of the speed-up over plain decoding in the steps that ``drafted`` sums.
+
+    ``costs`` [3] of plain steps hold for a machine of average speed.
+    """
+    return float(log_ratio(costs @ drafted[_WORK], drafted[SECONDS]))
+
+
+def trial_log(costs: np.ndarray, plain: np.ndarray, drafted: np.ndarray) -> float:
+    """Return the natural logarithm of the speed-up in a single trial, given the sums of its steps of both kinds.
+
+    The plain steps show the speed of the machine around the trial.
+    """
+    return plain_log(costs, drafted) + float(log_ratio(plain[SECONDS], costs @ plain[:_PLAIN]))
+
+
+def compare(pairs: np.ndarray, costs: np.ndarray | None, count: int) -> Effect | None:
     """Estimate the logarithm of the ratio of the speed-ups of two versions, the candidate's over the stable version's.
 
     Both blocks of a pair meet the same machine and about the same streams, so that only tokens and seconds differ.
 
     Args:
-        pairs: neighbouring blocks of both versions.
-        costs: prices of the work. None fits prices to the seconds of the same blocks, which cost more than plain steps,
-            but in about the same proportion. Without a price for prompts an effect of 5% takes five times as long to
+        pairs: [n, 2, SUMS] of neighbouring blocks, the candidate's first.
+        costs: [3] of plain steps. None fits them to the seconds of the same blocks, which cost more than plain steps,
+            but in about the same proportion. Without a cost of prompts an effect of 5% takes five times as long to
             detect.
+        count: pairs of blocks in these sums.
 
     Returns:
         None for fewer than two pairs.
     """
     if len(pairs) < 2:
         return None
-    work = np.array([(pair.candidate.work, pair.stable.work) for pair in pairs])
-    seconds = np.array([(pair.candidate.seconds, pair.stable.seconds) for pair in pairs])
     if costs is None:
-        covariates = np.array([(pair.candidate.covariates, pair.stable.covariates) for pair in pairs])[..., _PLAIN]
-        rows = covariates.reshape(-1, len(_PLAIN))
-        costs = PlainCosts(np.maximum(_solve(rows.T @ rows, rows.T @ seconds.reshape(-1), len(pairs)), 0.0))
-    work = work @ costs.seconds
-
-    def ratio(work: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        speeds = _log(work, seconds)
-        return speeds[..., 0] - speeds[..., 1]
-
-    log = ratio(work.sum(0), seconds.sum(0))
-    without = ratio(work.sum(0) - work, seconds.sum(0) - seconds)
-    return Effect(float(log), jackknife(without), sum(pair.count for pair in pairs))
+        gram, moments = _equations(pairs.reshape(1, -1, SUMS), _PLAIN)
+        costs = np.maximum(ridge(gram[0], moments[0], len(pairs)), 0.0)
+    logs = log_ratio(without_each(pairs[..., _WORK]) @ costs, without_each(pairs[..., SECONDS]))
+    return Effect(*jackknife(logs[:, 0] - logs[:, 1]), count)
 
 
-def _log(plain: Any, drafted: Any) -> Any:
+def log_ratio(plain: Any, drafted: Any) -> Any:
     """Return the logarithm of a ratio of seconds; costs fitted to few steps can be negative."""
     return np.log(np.maximum(plain, 1e-9) / np.maximum(drafted, 1e-9))
 
 
-def jackknife(without: np.ndarray) -> float:
-    """Return the standard error of an estimate, given the estimates ``without`` each of its observations."""
-    count = len(without)
-    return float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
+def without_each(values: np.ndarray) -> np.ndarray:
+    """Return [1 + n, ...] the sum of ``values`` [n, ...], and the sums without each of them."""
+    total = values.sum(0, keepdims=True)
+    return np.concatenate([total, total - values])
 
 
-class _Side:
-    """Costs of the steps of one arm, over all trials."""
-
-    def __init__(self, sums: Sequence[Sums], plain: bool) -> None:
-        chosen = _PLAIN if plain else np.arange(_COVARIATES)
-        self._gram = np.array([total.gram[np.ix_(chosen, chosen)] for total in sums])
-        self._moments = np.array([total.moments[chosen] for total in sums])
-        self._covariates = np.array([total.covariates for total in sums])[:, chosen]
-        self._seconds = np.array([total.seconds for total in sums])
-
-    def costs_and_speeds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of each covariate, and the slowness of the machine around each trial, 1 on average."""
-        speeds = np.ones(len(self._seconds))
-        costs = self.costs(speeds)
-        for _ in range(_TURNS):
-            fitted = np.maximum(self._covariates @ costs, 1e-12)
-            speeds = self._seconds / fitted
-            speeds /= self._seconds.sum() / fitted.sum()
-            costs = self.costs(speeds)
-        return costs, speeds
-
-    def costs(self, speeds: np.ndarray) -> np.ndarray:
-        """Return the seconds of each covariate, given the ``speeds`` of ``costs_and_speeds``."""
-        return _solve(self._gram.sum(0), (self._moments / speeds[:, None]).sum(0), len(speeds))
-
-    def costs_without_each(self, speeds: np.ndarray) -> np.ndarray:
-        """Return ``costs`` [trials, covariates] without each of the trials."""
-        moments = self._moments / speeds[:, None]
-        return _solve(self._gram.sum(0) - self._gram, moments.sum(0) - moments, len(speeds))
+def jackknife(estimates: np.ndarray) -> tuple[float, float]:
+    """Return an estimate and its standard error, given the estimates [1 + n] from ``without_each`` observation."""
+    without, count = estimates[1:], len(estimates) - 1
+    return float(estimates[0]), float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
 
 
-def _solve(gram: np.ndarray, moments: np.ndarray, trials: int) -> np.ndarray:
-    """Return ridge coefficients: covariates that hardly vary, such as the streams of one client, must not explode."""
-    diagonal = np.diagonal(gram, axis1=-2, axis2=-1)
-    ridge = 1e-4 / trials * diagonal + 1e-9
-    return np.linalg.solve(gram + ridge[..., None] * np.eye(gram.shape[-1]), moments[..., None])[..., 0]
+def ridge(gram: np.ndarray, moments: np.ndarray, count: int) -> np.ndarray:
+    """Return the coefficients of a fit to ``count`` observations, by its normal equations."""
+    penalty = _RIDGE / count * np.diagonal(gram, axis1=-2, axis2=-1) + 1e-9
+    return np.linalg.solve(gram + penalty[..., None] * np.eye(gram.shape[-1]), moments[..., None])[..., 0]
+
+
+def _two_factors(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of each covariate, and the slowness of the machine around each trial, 1 on average.
+
+    ``cells`` [trials, cells, SUMS] are of steps with drafting.
+    """
+    gram, moments = _equations(cells, _COVARIATES)
+    sums, speeds = cells.sum(1), np.ones(len(cells))
+    costs = np.zeros(_COVARIATES)
+    for _ in range(_TURNS):
+        costs = ridge(gram.sum(0), (moments / speeds[:, None]).sum(0), len(cells))
+        fitted = np.maximum(sums[:, :_COVARIATES] @ costs, 1e-12)
+        speeds = sums[:, SECONDS] / fitted * fitted.sum() / sums[:, SECONDS].sum()
+    return costs, speeds
+
+
+def _equations(cells: np.ndarray, covariates: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the normal equations of each trial [trials, ...] for the first ``covariates``."""
+    x = cells[..., :covariates]
+    return np.swapaxes(x, 1, 2) @ x, np.einsum("tki,tk->ti", x, cells[..., SECONDS])

@@ -31,6 +31,12 @@ class Measured:
     spent: float = 0.0
     guarded: int = 0
 
+    @classmethod
+    def of(cls, effect: Effect, drafted: float) -> Measured:
+        """Return the measurement with this effect over the ``drafted`` seconds."""
+        plain = drafted * math.exp(effect.log)
+        return cls(effect.trials, drafted, plain, (plain * effect.error) ** 2)
+
     @property
     def effect(self) -> Effect | None:
         """Measured speed-up; None without measurements."""

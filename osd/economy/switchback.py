@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
-from osd.economy.effect import CELL, Effect, PlainCosts, Step, Trial, estimate
+from osd.economy import effect
+from osd.economy.effect import BLOCK, CELL, SECONDS, Effect, Step
 from osd.economy.guard import LossBudget
 from osd.economy.report import Measured
 
 BANK_SECONDS = 10.0
-"""Largest bank of seconds for measuring."""
+"""Largest bank of seconds for measuring, as ``docs/economy.md`` promises."""
 
 BEGIN_SECONDS = 2.0
-"""Bank of a replica that starts: the speed-up is known some minutes later."""
+"""Bank of a replica that starts, as ``docs/economy.md`` promises: the speed-up is known some minutes later."""
 
-BLOCK = 64
-"""Steps of a block."""
+FIRST_LOSS = 0.5
+"""Loss by a block, as a share of its seconds, before the first estimate: as if the other arm were twice as fast."""
 
-_WASHOUT = CELL  # uncounted steps after a switch, in which caches are cold and drafters catch up
-_GAP = 16  # mean of the random number of steps before a trial
-_WIDTH = 0.01  # half an interval, below which the speed-up is known well enough
-_FALL = 0.05  # fall of the unpaired logarithm of the speed-up, after which a trial is due
-_LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case
-_KEPT_SECONDS = 3600.0  # busy, for which a trial counts
-_MOST_TRIALS = 400
-_FEW, _SELDOM = 24, 4  # an estimate after each of the first trials, then after every fourth
-_GUESS = 0.5  # cost of a plain block as a share of its seconds, before the first estimate
+MOST_TRIALS = 400
+"""Trials, or pairs of sums, of an estimate, which then takes one or two milliseconds."""
+
+_LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case, as docs/economy.md promises
+_KEPT_SECONDS = 3600.0  # busy, for which a trial counts: the last hour of docs/economy.md
 
 
 class Bank:
@@ -59,34 +57,6 @@ class Bank:
         self.spent += seconds
 
 
-class _Trials:
-    """Trials of the last busy hour with the same arm inside the block, and their estimate."""
-
-    def __init__(self, plain_inside: bool) -> None:
-        self.plain_inside = plain_inside
-        self.effect: Effect | None = None
-        self.costs: PlainCosts | None = None
-        self._kept: deque[tuple[float, Trial]] = deque()
-
-    def add(self, trial: Trial, busy: float) -> None:
-        self._kept.append((busy, trial))
-        while len(self._kept) > _MOST_TRIALS or self._kept[0][0] < busy - _KEPT_SECONDS:
-            self._kept.popleft()
-        if len(self._kept) >= _FEW and len(self._kept) % _SELDOM:
-            return
-        if (estimated := estimate([trial for _, trial in self._kept], self.plain_inside)) is not None:
-            self.effect, self.costs = estimated
-
-    def measured(self, spent: float) -> Measured:
-        """Return the effect as figures that add up over replicas."""
-        if self.effect is None:
-            return Measured(spent=spent, guarded=int(not self.plain_inside))
-        drafted = sum((trial.since if self.plain_inside else trial.inside).seconds for _, trial in self._kept)
-        plain = drafted * math.exp(self.effect.log)
-        variance = (plain * self.effect.error) ** 2
-        return Measured(self.effect.trials, drafted, plain, variance, spent, int(not self.plain_inside))
-
-
 class Switchback:
     """Schedule of random blocks of decoding steps without drafting, or with drafting while ``budget`` forbids it.
 
@@ -96,14 +66,17 @@ class Switchback:
         busy: seconds so far.
         bank: of measurements; comparisons of versions use it too.
         budget: loss budget of drafting.
-        measured: the speed-up as of the last trial; another thread may read it.
+        costs: [3] of plain steps as of the last trial, see ``estimate``; None before the first estimate.
+        measured: the speed-up as of the last trial while drafting was on; another thread may read it.
     """
 
     def __init__(self, measure: float, max_loss: float, seed: int) -> None:
         """Spend at most a share ``measure`` of busy seconds on measuring, and lose at most ``max_loss`` by drafting."""
         self._max_loss, self._random = max_loss, np.random.default_rng(seed)
-        self.busy, self.bank = 0.0, Bank(measure)
-        self._trials = {True: _Trials(plain_inside=True), False: _Trials(plain_inside=False)}
+        self.busy, self.bank, self.measured = 0.0, Bank(measure), Measured()
+        self.costs: np.ndarray | None = None
+        self._effect: Effect | None = None
+        self._kept: deque[tuple[float, np.ndarray]] = deque(maxlen=MOST_TRIALS)  # of the last busy hour
         self.changed()
 
     def changed(self) -> None:
@@ -112,70 +85,72 @@ class Switchback:
         Trials of the last hour stay, because they measured the drafters of that hour.
         """
         self.budget = LossBudget(self._max_loss)
-        self._trials[False] = _Trials(plain_inside=False)
-        self._begin()
+        self._begin(self.measured)
         self._began = -math.inf
-
-    @property
-    def costs(self) -> PlainCosts | None:
-        """Costs of plain steps as of the last trial; None before the first estimate."""
-        return self._trials[self.budget.allows].costs
 
     @property
     def drafts(self) -> bool:
         """Whether drafters draft in the next step."""
-        return self._plain_inside != (BLOCK // 2 <= self._place < BLOCK // 2 + BLOCK)
+        return self._plain_inside != self._is_inside
+
+    @property
+    def _is_inside(self) -> bool:
+        return BLOCK // 2 <= self._place < BLOCK // 2 + BLOCK
 
     def observe(self, step: Step) -> None:
         """Add the decoding step that followed the last read of ``drafts``."""
         self.busy += step.seconds
         self.bank.add(step.seconds)
         self.budget.passed(step.seconds)
-        trial, place, half = self._trial, self._place, BLOCK // 2
-        inside = half <= place < half + BLOCK
-        washout = half <= place < half + _WASHOUT or half + BLOCK <= place < half + BLOCK + _WASHOUT
-        if inside and self._plain_inside:
+        if self._is_inside and self._plain_inside:
             self.bank.spend(step.seconds * self._loss)
-        if not washout:
-            for sums in [trial.inside] if inside else [trial.since] if place < 0 else [trial.since, trial.around]:
-                sums.add(step)
-        if place != -1 or self._due:
+        self._trial[1 + max(self._place // CELL, -1)] += step.sums()
+        if self._place != -1 or self._is_due:
             self._place += 1
         if self._place == 2 * BLOCK:
             self._end()
 
-    def _begin(self) -> None:
-        self.measured = self._trials[self.budget.allows].measured(self.bank.spent)
-        self._plain_inside, self._trial, self._began = self.budget.allows, Trial(), self.busy
-        self._place = -1 - int(self._random.exponential(_GAP))
+    def _begin(self, measured: Measured) -> None:
+        self.measured = replace(measured, spent=self.bank.spent, guarded=int(not self.budget.allows))
+        self._plain_inside, self._trial, self._began = self.budget.allows, np.zeros(effect.TRIAL), self.busy
+        self._place = -1 - int(self._random.integers(BLOCK // 2))
 
     @property
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether the next trial begins now."""
-        known, since = self._trials[self._plain_inside], self.busy - self._began
-        if not self._trial.since.seconds:  # the cost of a block is unknown
+        before, since = self._trial[0], self.busy - self._began
+        if not before[SECONDS]:  # the cost of a block is unknown
             return False
-        block = BLOCK * self._trial.since.seconds / self._trial.since.covariates[0]
+        block = BLOCK * float(before[SECONDS] / before[effect.STEPS])
         if not self._plain_inside:
             return self.budget.pays_for(block, since)
         if self.bank.seconds < block * self._loss:
             return False
-        if known.effect is None or known.costs is None:
+        if self._effect is None or self.costs is None:
             return True
-        if known.effect.width > _WIDTH or known.effect.log < 0 or since > _LOOK_SECONDS:
+        if self._effect.width > effect.KNOWN_WIDTH or self._effect.log < 0 or since > _LOOK_SECONDS:
             return True
-        return known.effect.log - known.costs.unpaired_log(self._trial.since) > _FALL
+        fall = self._effect.log - effect.plain_log(self.costs, before)
+        return fall > 2 * effect.LEAST_EFFECT
 
     @property
     def _loss(self) -> float:
         """Cost of a plain block as a share of its seconds."""
-        known = self._trials[True].effect
-        return _GUESS if known is None else max(1 - math.exp(-known.log), 0.0)
+        return FIRST_LOSS if self._effect is None else max(1 - math.exp(-self._effect.log), 0.0)
 
     def _end(self) -> None:
-        trials, trial = self._trials[self._plain_inside], self._trial
-        trials.add(trial, self.busy)
-        if trials.costs is not None:
-            drafted = trial.since if self._plain_inside else trial.inside
-            self.budget.measured(trials.costs.trial_log(trial, self._plain_inside), drafted.seconds)
-        self._begin()
+        trial, measured = self._trial, self.measured
+        inside, around = trial[effect.INSIDE].sum(0), trial[effect.AROUND].sum(0)
+        plain, drafted = (inside, around) if self._plain_inside else (around, inside)
+        seconds = float(drafted[SECONDS])
+        if self._plain_inside:
+            seconds += float(trial[0, SECONDS])
+            self._kept.append((self.busy, trial))
+            while self._kept[0][0] < self.busy - _KEPT_SECONDS:
+                self._kept.popleft()
+            if (estimated := effect.estimate([trial for _, trial in self._kept])) is not None:
+                self._effect, self.costs, all_seconds = estimated
+                measured = Measured.of(self._effect, all_seconds)
+        if self.costs is not None:
+            self.budget.measured(effect.trial_log(self.costs, plain, drafted), seconds)
+        self._begin(measured)

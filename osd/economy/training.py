@@ -15,29 +15,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from osd.economy.effect import jackknife
+from osd.economy.effect import KNOWN_WIDTH, jackknife, log_ratio, ridge, without_each
 from osd.economy.report import Measured
 
 VERSION_SECONDS = 15.0
-"""Expected core seconds of the first version."""
+"""Expected core seconds of the first version: the cost of a version in the tests that simulate a fund."""
 
-_SHARE = 0.5  # of certain savings that training may spend
-_PRIOR = 0.01  # logarithm: promise and measurement of an imaginary first version
-_MOST_DOUBLINGS = 32
-_LEAST_SLOTS, _TURNS = 3, 4
+_MOST_DOUBLINGS = 32  # of what a slice needs, which stays finite: without replicas, slices end without a decision
+_LEAST_SLOTS = 3  # of each kind: a jackknife of fewer is too narrow
 
 
 @dataclass
 class ServedVersion:
     """Measured effect of one version: the version in service, or an earlier version that it builds on.
 
-    Logarithms are natural, and their confidence intervals are symmetric.
-
     Attributes:
         number: number of the version.
-        promised: logarithm of the ratio of tokens per step to the version before, as its gate measured it.
+        promised: natural logarithm of its tokens per step over those of the version before, as its gate measured it; at
+            least 0.
         busy: core seconds that replicas computed for the domain while this or a later version served.
-        log: measured logarithm of its speed-up over the version before; 0 before any measurement.
+        log: measured natural logarithm of its speed-up over the version before; 0 before any measurement.
         width: half the width of the confidence interval of ``log``; None before any measurement.
         trials: number of trials in the measurement.
     """
@@ -82,7 +79,7 @@ class Fund:
         base: number of the version with which the account began, or of the version in service at the last alarm.
         versions: versions above ``base`` up to the version in service, in ascending order.
         measured: sum of the measured logarithms of the speed-ups of versions that no longer serve.
-        promised: sum of the logarithms that the gates of these versions promised; negative values count as 0.
+        promised: sum of the logarithms that the gates of these versions promised.
     """
 
     version: float = VERSION_SECONDS
@@ -98,36 +95,28 @@ class Fund:
     measured: float = 0.0
     promised: float = 0.0
 
-    def left(self, max_loss: float, price: float = 1.0) -> float:
-        """Return the core seconds in the fund, given the ``price`` of a CPU second; negative if it is overdrawn."""
-        return price * self.version + max_loss * self.busy + _SHARE * self.certain - self.spent
-
     @property
     def certain(self) -> float:
-        """Core seconds that all versions certainly saved, minus the core seconds that they certainly lost.
-
-        A certain gain counts with the lower bound of its speed-up, and a certain loss with its measured speed-up.
-        """
+        """Core seconds that all versions certainly saved, by their lower bounds, less what they certainly lost."""
         return self.earlier + sum(version.certain for version in self.versions)
 
     @property
     def saved(self) -> float:
         """Estimate of the saved core seconds; versions out of service count with their certain savings."""
-        known = (version for version in self.versions if version.width is not None)
-        return self.earlier + sum(math.expm1(version.log) * version.busy for version in known)
+        return self.earlier + sum(math.expm1(version.log) * version.busy for version in self.versions)
 
     @property
     def kappa(self) -> float:
-        """Ratio of measured gains to gains promised by gates."""
-        known = [version for version in self.versions if version.width is not None]
-        measured = _PRIOR + self.measured + sum(version.log for version in known)
-        return max(measured, 0.0) / (_PRIOR + self.promised + sum(max(version.promised, 0.0) for version in known))
+        """Ratio of measured gains to gains promised by gates; 1 without any."""
+        measured = self.measured + sum(version.log for version in self.versions)
+        promised = self.promised + sum(version.promised for version in self.versions if version.width is not None)
+        return max(KNOWN_WIDTH + measured, 0.0) / (KNOWN_WIDTH + promised)
 
     @property
     def gain(self) -> tuple[float, float] | None:
         """Logarithm of the measured speed-up of the versions in service together, and half its interval."""
-        known = [(version.log, version.width) for version in self.versions if version.width is not None]
-        return (sum(log for log, _ in known), math.hypot(*(width for _, width in known))) if known else None
+        widths = [version.width for version in self.versions if version.width is not None]
+        return (sum(version.log for version in self.versions), math.hypot(*widths)) if widths else None
 
     def serve(self, busy: float) -> None:
         """Add core seconds in which replicas computed for the domain."""
@@ -136,14 +125,9 @@ class Fund:
             version.busy += busy
 
     def learn(self, seconds: float, price: float, lost: float = 0.0) -> None:
-        """Charge the cost of training to the account: add ``price * seconds + lost`` to ``spent``.
+        """Charge CPU ``seconds`` of training at a ``price``, and core seconds that requests ``lost`` to training.
 
         All ``seconds`` count for the current slice, also at price 0.
-
-        Args:
-            seconds: CPU seconds of training since the last charge.
-            price: core seconds to charge per CPU second; 0 is free.
-            lost: core seconds to charge without the price, such as the time that requests lost to training.
         """
         self.slice += seconds
         self.paid += seconds if price else 0.0
@@ -159,13 +143,13 @@ class Fund:
     def follow(self, number: int, promised: float = 0.0) -> None:
         """Set the version in service, with the logarithm of the gain that its gate ``promised``.
 
-        The account begins at the first version. A return to an older version retires the versions above it.
+        A return to an older version retires the versions above it.
         """
         top = self.versions[-1].number if self.versions else self.base
         if not top or number < self.base:
             self.base = number
         elif number > top:
-            self.versions.append(ServedVersion(number, promised))
+            self.versions.append(ServedVersion(number, max(promised, 0.0)))
         self._retire([version for version in self.versions if version.number > number])
 
     def measure(self, effects: Mapping[int, Measured]) -> None:
@@ -189,7 +173,7 @@ class Fund:
         for version in versions:
             self.earlier += version.certain
             if version.width is not None:
-                self.measured, self.promised = self.measured + version.log, self.promised + max(version.promised, 0.0)
+                self.measured, self.promised = self.measured + version.log, self.promised + version.promised
         self.versions = [version for version in self.versions if version not in versions]
 
 
@@ -199,7 +183,7 @@ class Decision:
 
     Attributes:
         begins: whether it begins.
-        fund: core seconds in the fund.
+        fund: core seconds in the fund; negative if it is overdrawn.
         needed: core seconds that the slice needs.
     """
 
@@ -211,13 +195,10 @@ class Decision:
 def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> Decision:
     """Decide on the next slice of learning.
 
-    Args:
-        fund: of the domain.
-        price: current price of a CPU second; 0 is free.
-        max_loss: share of the busy seconds that training may lose.
-        begun: whether the fund covered this slice when it began.
+    ``price`` is that of a CPU second, 0 if free; ``max_loss`` the share of the busy seconds that training may lose; and
+    ``begun`` whether the fund covered this slice when it began.
     """
-    left = fund.left(max_loss, price)
+    left = price * fund.version + max_loss * fund.busy + fund.certain / 2 - fund.spent
     rest = max(fund.version - fund.slice, 0.0)
     needed = 0.0 if begun else price * rest * 2.0 ** min(fund.fruitless, _MOST_DOUBLINGS)
     return Decision(not price or begun or left >= needed, left, needed)
@@ -226,10 +207,8 @@ def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> De
 def forecast(fund: Fund, promised: float | None, busy: float) -> float:
     """Return the core seconds per second that the next version is expected to save, which rank the domains.
 
-    Args:
-        fund: of the domain.
-        promised: logarithm of the last gain that a gate measured; None is unknown, and ranks first.
-        busy: core seconds per second that replicas compute for the domain.
+    ``promised`` is the logarithm of the last gain that a gate measured; None is unknown, and ranks first. ``busy`` are
+    the core seconds per second that replicas compute for the domain.
     """
     return math.inf if promised is None else fund.kappa * max(promised, 0.0) * busy
 
@@ -255,20 +234,11 @@ def slowing(slots: Sequence[Slot]) -> tuple[float, float]:
         return 0.0, math.inf
     sizes = np.array([(slot.steps, slot.rows) for slot in slots], dtype=float)
     seconds = np.array([slot.seconds for slot in slots])
-    gram = sizes[:, :, None] * sizes[:, None, :]
-    kept = np.vstack([np.ones(len(slots)), 1 - np.eye(len(slots))])  # all of them, and all but each
+    running = sizes * ~paused[:, None]
+    gram, moments = running[:, :, None] * running[:, None, :], running * seconds[:, None]
+    costs = ridge(without_each(gram), without_each(moments), len(slots))  # of steps while training runs
 
-    def total(values: np.ndarray) -> np.ndarray:
-        return np.tensordot(kept, values, axes=1)
+    def slowness(side: np.ndarray) -> np.ndarray:
+        return without_each(seconds * side) / (without_each(sizes * side[:, None]) * costs).sum(1)
 
-    ridge = np.eye(2) * (1e-3 * total(gram) + 1e-9)
-    logs = np.zeros(len(kept))
-    for _ in range(_TURNS):  # costs of a step given the ratio, and the ratio given the costs
-        at_rest = seconds / np.exp(np.where(paused, 0.0, logs[0]))
-        costs = np.linalg.solve(total(gram) + ridge, total(sizes * at_rest[:, None])[..., None])[..., 0]
-        fitted = kept * np.maximum(costs @ sizes.T, 1e-9)
-        running, resting = (
-            np.maximum(total(np.where(side, seconds, 0.0)), 1e-9) / fitted[:, side].sum(1) for side in (~paused, paused)
-        )
-        logs = np.log(running / resting)
-    return float(logs[0]), jackknife(logs[1:])
+    return jackknife(log_ratio(slowness(~paused), slowness(paused)))

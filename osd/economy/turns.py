@@ -12,26 +12,21 @@ from collections import deque
 
 import numpy as np
 
-from osd.economy.effect import Pair, PlainCosts, Step, Totals, compare
+from osd.economy.effect import KNOWN_WIDTH, SECONDS, SUMS, TOKENS, Step, compare
 from osd.economy.report import Measured
-from osd.economy.switchback import BEGIN_SECONDS, Bank
+from osd.economy.switchback import BEGIN_SECONDS, FIRST_LOSS, MOST_TRIALS, Bank
 
 BLOCK = 16
-"""Steps of a block."""
+"""Steps of a block, as ``docs/economy.md`` describes."""
 
-WASHOUT = 4
-"""Uncounted steps at the start of each block.
+WASHOUT = BLOCK // 4
+"""Uncounted steps at the start of each block: reading missed tokens is the price of the turns, not an effect.
 
-In its first draft call a drafter reads missed tokens: that is the price of the turns, not an effect of the version.
 At a share of 0.1 it would bias the effect by 12 to 70 points (simulated, 1 to 64 streams), and by less than 0.1 where
 the first step is left out. Three more are left out for drafters that are not called in every step.
 """
 
-_GUESS = 0.05  # logarithm of the effect, before any estimate
-_WIDTH = 0.01  # half an interval, below which an effect is known well enough
-_LONGEST_SECONDS = 600.0  # of counted steps, after which no more is spent on an effect that is still uncertain
-_MOST_PAIRS = 512  # beyond, neighbours are joined, which changes neither the estimate nor its error
-_FEW, _SELDOM = 24, 4  # an estimate after each of the first pairs, then after every fourth
+_LONGEST_SECONDS = 600.0  # of counted steps on an uncertain effect, as docs/economy.md promises
 
 
 class Turns:
@@ -40,30 +35,27 @@ class Turns:
     Attributes:
         candidate: whether the candidate drafts in the next step.
         share: share of the blocks in which the candidate drafts.
-        measured: the candidate against the stable version as of the last estimate; another thread may read it.
+        measured: the candidate against the stable version as of the last pair; another thread may read it.
     """
 
     def __init__(self, share: float, seed: int) -> None:
         """Let the candidate draft in a ``share`` of the blocks."""
         self.share, self._random = share, np.random.default_rng(seed)
         self.measured = Measured()
-        self._pairs: list[Pair] = []
-        self._joined = 1  # pairs of blocks in each entry of ``_pairs``
+        self._pairs: list[np.ndarray] = []  # [2, SUMS] of the candidate and the stable version
+        self._joined, self._ended = 1, 0  # pairs of blocks in each entry of ``_pairs``, and in all of them
         self._blocks: deque[tuple[bool, bool]] = deque()  # whether the candidate drafts, and whether it is of a pair
-        self._ended = 0
         self._is_paid = False  # whether a bank pays for further pairs
-        self._switching = Totals()  # uncounted steps of the current pair
-        self._counted = Totals()  # counted steps of all pairs
         self._next()
 
-    def observe(self, step: Step, costs: PlainCosts | None = None, bank: Bank | None = None) -> None:
+    def observe(self, step: Step, costs: np.ndarray | None = None, bank: Bank | None = None) -> None:
         """Add the step that followed the last read of ``candidate``.
 
         A step without a stream has no draft and is left out.
 
         Args:
             step: the step.
-            costs: present costs of plain steps, if known.
+            costs: [3] present costs of plain steps, if known; see ``estimate``.
             bank: pays for pairs, which then begin whenever it covers the next one; without it the share decides.
         """
         if not step.streams:
@@ -72,8 +64,8 @@ class Turns:
         if bank is not None and not self.candidate:
             bank.spend(step.seconds * self._loss)
         if self._paired:
-            blocks = self._pair.candidate if self.candidate else self._pair.stable
-            (blocks if self._place > WASHOUT else self._switching).add(step)
+            sums = self._switching if self._place <= WASHOUT else self._pair[0 if self.candidate else 1]
+            sums += step.sums()
         if self._place < BLOCK:
             return
         if self._paired and not self._blocks:
@@ -90,13 +82,13 @@ class Turns:
     def _loss(self) -> float:
         """Highest plausible loss by the stable version, as a share of the seconds in which it drafts."""
         effect = self.measured.effect
-        return -math.expm1(-_GUESS if effect is None else -max(effect.log + effect.error, _WIDTH))
+        return FIRST_LOSS if effect is None else -math.expm1(-max(effect.log + effect.error, KNOWN_WIDTH))
 
     @property
     def _switching_seconds(self) -> float:
         """Seconds lost in the uncounted steps of the last pair, in which drafters read tokens that they missed."""
-        per_token = self._counted.seconds / max(self._counted.tokens, 1.0)
-        return self._switching.seconds - per_token * self._switching.tokens
+        counted = np.sum(self._pairs, (0, 1))
+        return float(self._switching[SECONDS] - counted[SECONDS] / max(counted[TOKENS], 1.0) * self._switching[TOKENS])
 
     @property
     def settled(self) -> bool:
@@ -104,52 +96,46 @@ class Turns:
         effect, measured = self.measured.effect, self.measured
         if effect is None:
             return False
-        return effect.width < max(abs(effect.log), _WIDTH) or measured.drafted + measured.plain > _LONGEST_SECONDS
+        return effect.width < max(abs(effect.log), KNOWN_WIDTH) or measured.drafted + measured.plain > _LONGEST_SECONDS
 
     def interrupt(self) -> None:
         """Begin the current pair again, because other steps, such as plain decoding, came between its blocks."""
         if self._paired and (self._place or not self._blocks):
             self._blocks.clear()
-            self._blocks.extend(self._shuffled())
+            self._begin_pair()
             self._next()
 
     def _next(self) -> None:
         """Begin the next block."""
-        if not self._blocks and self._is_paid:
-            self._blocks.extend(self._shuffled())
-        elif not self._blocks:
+        if not self._blocks:
             rare = min(self.share, 1 - self.share)
-            fill = (self.share > 0.5, False)
-            if rare > 0:
-                self._blocks.extend([fill] * int(1 / rare - 2 + self._random.random()))
-                self._blocks.extend(self._shuffled())
-            else:
-                self._blocks.append(fill)
-        before, (self.candidate, self._paired) = len(self._blocks), self._blocks.popleft()
-        if self._paired and before == 2:
-            self._pair, self._switching = Pair(), Totals()
+            if not self._is_paid:
+                fills = int(1 / rare - 2 + self._random.random()) if rare else 1
+                self._blocks.extend([(self.share > 0.5, False)] * fills)
+            if self._is_paid or rare:
+                self._begin_pair()
+        self.candidate, self._paired = self._blocks.popleft()
         self._place = 0
 
-    def _shuffled(self) -> list[tuple[bool, bool]]:
+    def _begin_pair(self) -> None:
+        """Append the blocks of another pair in random order."""
         first = bool(self._random.random() < 0.5)
-        return [(first, True), (not first, True)]
+        self._blocks.extend([(first, True), (not first, True)])
+        self._pair, self._switching = np.zeros((2, SUMS)), np.zeros(SUMS)
 
-    def _end(self, costs: PlainCosts | None) -> None:
-        """Add the complete pair, and update ``measured`` when it is due."""
-        self._ended += 1
-        self._counted.add_totals(self._pair.candidate)
-        self._counted.add_totals(self._pair.stable)
-        if self._pairs and self._pairs[-1].count < self._joined:
-            self._pairs[-1].add(self._pair)
-        else:
+    def _end(self, costs: np.ndarray | None) -> None:
+        """Add the complete pair, and update ``measured``.
+
+        When there are too many pairs, neighbours are joined, which changes neither the estimate nor its error.
+        """
+        if len(self._pairs) == MOST_TRIALS and self._ended % self._joined == 0:
+            self._pairs = [pair + after for pair, after in zip(self._pairs[::2], self._pairs[1::2], strict=True)]
+            self._joined *= 2
+        if self._ended % self._joined == 0:
             self._pairs.append(self._pair)
-        if len(self._pairs) == _MOST_PAIRS and self._pairs[-1].count == self._joined:
-            for pair, neighbour in zip(self._pairs[::2], self._pairs[1::2], strict=True):
-                pair.add(neighbour)
-            self._pairs, self._joined = self._pairs[::2], 2 * self._joined
-        if self._ended >= _FEW and self._ended % _SELDOM:
-            return
-        if (effect := compare(self._pairs, costs)) is not None:
-            seconds = sum(pair.candidate.seconds for pair in self._pairs)
-            stable = seconds * math.exp(effect.log)
-            self.measured = Measured(effect.trials, seconds, stable, (stable * effect.error) ** 2)
+        else:
+            self._pairs[-1] += self._pair
+        self._ended += 1
+        pairs = np.array(self._pairs)
+        if (effect := compare(pairs, costs, self._ended)) is not None:
+            self.measured = Measured.of(effect, float(pairs[:, 0, SECONDS].sum()))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from osd.config import DomainAssumptions, TrainerSettings
+from osd.economy.effect import Effect
 from osd.economy.report import Measured
 from osd.economy.training import Fund
 from osd.learning.drift import Cusum
@@ -123,10 +124,9 @@ class Trainee:
         trials = busy / _TRIAL_SECONDS
         self._measured += trials
         self._noise += _TRIAL_ERROR * math.sqrt(trials) * float(self._chance.standard_normal())
-        log, error = gain(self._before, self.published) + self._noise / self._measured, _TRIAL_ERROR
-        variance = (math.exp(log) * error) ** 2 / self._measured
-        measured = Measured(int(self._measured), drafted=1.0, plain=math.exp(log), variance=variance)
-        self.fund.measure({self.published.number: measured})
+        log = gain(self._before, self.published) + self._noise / self._measured
+        effect = Effect(log, _TRIAL_ERROR / math.sqrt(self._measured), int(self._measured))
+        self.fund.measure({self.published.number: Measured.of(effect, drafted=1.0)})
 
     def learn(self, tokens: float, seconds: float, price: float = 0.0, lost: float = 0.0) -> None:
         """Train on tokens.

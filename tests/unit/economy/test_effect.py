@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from osd.economy.effect import CELL, LEAST_TRIALS, Effect, Step, Trial, estimate
+from osd.economy.effect import BLOCK, CELL, LEAST_TRIALS, TRIAL, Effect, Step, estimate
 from osd.economy.switchback import Switchback
 from tests.unit.economy.machine import Machine
 
@@ -78,17 +78,17 @@ def test_more_streams_in_plain_blocks_do_not_bias_the_speedup():
     rng, trials = np.random.default_rng(0), []
     plain = took = 0.0
     for _ in range(40):
-        trial = Trial()
-        for _ in range(8 * CELL):
-            n, p = int(rng.integers(2, 6)), int(rng.integers(0, 2)) * 16
-            tokens = n + int(rng.binomial(n, 0.5))
-            seconds = 1.5 * (1 + 0.1 * (n + p))
-            plain, took = plain + 1 + 0.1 * (n + p) + (tokens / n - 1) * (1 + 0.1 * n), took + seconds
-            for sums in (trial.around, trial.since):
-                sums.add(Step(seconds, n, p, tokens))
-            n, p = int(rng.integers(4, 12)), int(rng.integers(0, 4)) * 16
-            trial.inside.add(Step(1 + 0.1 * (n + p), n, p, n))
+        trial = np.zeros(TRIAL)
+        for place in range(2 * BLOCK):
+            is_plain = BLOCK // 2 <= place < BLOCK // 2 + BLOCK
+            n = int(rng.integers(4, 12) if is_plain else rng.integers(2, 6))
+            p = 16 * int(rng.integers(0, 4 if is_plain else 2))
+            tokens = n if is_plain else n + int(rng.binomial(n, 0.5))
+            seconds = (1.0 if is_plain else 1.5) * (1 + 0.1 * (n + p))
+            trial[1 + place // CELL] += Step(seconds, n, p, tokens).sums()
+            if not is_plain and place - BLOCK // 2 - BLOCK not in range(CELL):
+                plain, took = plain + 1 + 0.1 * (n + p) + (tokens / n - 1) * (1 + 0.1 * n), took + seconds
         trials.append(trial)
-    results = estimate(trials, plain_inside=True)
+    results = estimate(trials)
     assert results is not None
     assert results[0].log == pytest.approx(math.log(plain / took), abs=0.002)

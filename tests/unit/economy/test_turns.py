@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from osd.economy import turns as module
-from osd.economy.effect import Effect, PlainCosts, Step
+from osd.economy.effect import Effect, Step
 from osd.economy.report import Measured
 from osd.economy.switchback import BEGIN_SECONDS, Bank
 from osd.economy.turns import BLOCK, Turns
@@ -19,11 +19,11 @@ from tests.unit.economy.machine import Machine
 
 STEPS = 3000
 BUSY: dict[str, Any] = {"load": math.inf, "slots": 8}
-COSTS = PlainCosts(np.array([8.0e-3, 8.0e-3 * 0.018 + 0.12e-3, 8.0e-3 * 0.018]))
+COSTS = np.array([8.0e-3, 8.0e-3 * 0.018 + 0.12e-3, 8.0e-3 * 0.018])
 """Costs of plain steps of the simulated machine."""
 
 
-def effect_on(machine: Machine, share: float = 0.5, steps: int = STEPS, costs: PlainCosts | None = None) -> Effect:
+def effect_on(machine: Machine, share: float = 0.5, steps: int = STEPS, costs: np.ndarray | None = None) -> Effect:
     turns = Turns(share, machine.seed)
     for _ in range(steps):
         turns.observe(machine.step(True, turns.candidate), costs)
@@ -54,7 +54,7 @@ def truth(candidate: float, **machine: Any) -> float:
     ],
     ids=["fitted costs", "known costs", "one stream", "drifting"],
 )
-def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: PlainCosts | None):
+def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: np.ndarray | None):
     """Zero is inside a fixed interval at the end in 93 of 100 runs, and inside the confidence sequence always in 90."""
     ends, looks, runs = 0, 0, 40
     for seed in range(runs):
@@ -84,7 +84,7 @@ def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: Pl
     ids=["better", "worse", "drifting", "fitted costs"],
 )
 def test_effect_is_unbiased_and_its_interval_covers_it(
-    candidate: float, drift: dict[str, Any], costs: PlainCosts | None, bias: float
+    candidate: float, drift: dict[str, Any], costs: np.ndarray | None, bias: float
 ):
     true = truth(candidate, **BUSY)
     effects = [effect_on(Machine(seed=seed, candidate=candidate, **BUSY, **drift), costs=costs) for seed in range(40)]
@@ -181,7 +181,7 @@ def test_steps_without_a_stream_do_not_count():
 
 def test_joined_pairs_keep_the_estimate_and_its_error(monkeypatch: pytest.MonkeyPatch):
     kept = effect_on(Machine(seed=1, candidate=0.42, **BUSY), steps=40 * 2 * BLOCK)
-    monkeypatch.setattr(module, "_MOST_PAIRS", 16)
+    monkeypatch.setattr(module, "MOST_TRIALS", 16)
     joined = effect_on(Machine(seed=1, candidate=0.42, **BUSY), steps=40 * 2 * BLOCK)
     assert joined.trials == kept.trials >= 32
     assert joined.log == pytest.approx(kept.log, abs=1e-3)
