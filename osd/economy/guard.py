@@ -12,39 +12,13 @@ Wu, Shariff, Lattimore and Szepesvari, "Conservative bandits", ICML 2016.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from statistics import fmean, stdev
+
+from osd.economy.effect import LEAST_TRIALS
 
 BUCKET_SECONDS = 5.0
-
-_MEMORY = 0.9  # weight of earlier probes after each probe
-_LEAST_PROBES = 3
-_CAUTION = 0.02  # loss that a probe is expected to have at least
-
-
-@dataclass
-class _Probes:
-    """Weighted sums over probes: number, logarithms of the speed-up, and their squares. Recent probes count most."""
-
-    count: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def add(self, log: float) -> None:
-        self.count = _MEMORY * self.count + 1
-        self.total = _MEMORY * self.total + log
-        self.squares = _MEMORY * self.squares + log**2
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
-
-    @property
-    def certain(self) -> float:
-        """Lower bound of the mean: the mean less its standard error."""
-        if self.count < sum(_MEMORY**n for n in range(_LEAST_PROBES)) - 1e-9:
-            return -math.inf
-        variance = max(self.squares / self.count - self.mean**2, 0.0)
-        return self.mean - math.sqrt(variance / (self.count - 1))
+"""Largest content of a bucket, as ``docs/economy.md`` promises."""
 
 
 class LossBudget:
@@ -59,7 +33,7 @@ class LossBudget:
         """Allow a loss of the share ``max_loss`` of the busy seconds."""
         self._max_loss = max_loss
         self.allows, self.seconds = True, BUCKET_SECONDS
-        self._probes = _Probes()
+        self._probes: deque[float] = deque(maxlen=LEAST_TRIALS)  # logarithms of the speed-up
 
     def passed(self, busy: float) -> None:
         """Refill the bucket for ``busy`` seconds of the engine."""
@@ -74,11 +48,21 @@ class LossBudget:
         if self.allows:
             self.allows = self.seconds > 0
             return
-        self._probes.add(log)
-        if self.seconds >= BUCKET_SECONDS / 2 and self._probes.certain > 0:
-            self.allows, self._probes = True, _Probes()
+        self._probes.append(log)
+        if self.seconds >= BUCKET_SECONDS / 2 and self._gains:
+            self.allows = True
+            self._probes.clear()
+
+    @property
+    def _gains(self) -> bool:
+        """Whether the mean of the last probes is above 0 by more than its standard error."""
+        probes, count = self._probes, len(self._probes)
+        return count == LEAST_TRIALS and fmean(probes) > stdev(probes) / math.sqrt(count)
 
     def pays_for(self, seconds: float, since: float) -> bool:
-        """Return whether half of the refill in the last ``since`` busy seconds pays for a probe of ``seconds``."""
-        expected = max(-self._probes.mean, _CAUTION) * seconds
-        return self.seconds > 0 and self._max_loss * since / 2 >= expected
+        """Return whether half of the refill in the last ``since`` busy seconds pays for a probe of ``seconds``.
+
+        A probe is expected to lose as much as the mean of the last probes, and at least the allowed share.
+        """
+        loss = max(-fmean(self._probes or [0.0]), self._max_loss)
+        return self.seconds > 0 and self._max_loss * since / 2 >= loss * seconds

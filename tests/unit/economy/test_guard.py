@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from osd.economy.effect import LEAST_TRIALS
 from osd.economy.guard import BUCKET_SECONDS, LossBudget
 from osd.economy.switchback import Switchback
 from tests.unit.economy.machine import Machine
@@ -45,7 +46,7 @@ def test_drafting_returns_after_probes_gain_and_half_a_refill():
     budget = LossBudget(MAX_LOSS)
     budget.measured(-0.5, 13.0)
     assert not budget.allows
-    for _ in range(5):
+    for _ in range(LEAST_TRIALS - 1):
         budget.measured(0.1, 1.0)
     assert not budget.allows, "the bucket is not half full"
     budget.passed(500.0)
