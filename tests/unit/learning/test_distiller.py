@@ -249,6 +249,18 @@ def test_mismatched_state_is_refused_without_changes(spoil, error):
     assert distiller.steps == 0
 
 
+def test_small_vocabulary_drafter_is_trained():
+    torch.manual_seed(0)
+    drafter = Toy(draft_ids=torch.tensor([1, 2, 5, 7, 8, 11]))
+    distiller = Distiller(drafter, settings())
+    before = evaluate(drafter, HELD_OUT, 1, "forward_kl")
+    for n in range(150):
+        distiller.step(batch(n % 8))
+    after = evaluate(drafter, HELD_OUT, 1, "forward_kl")
+    assert after.divergence < before.divergence / 3
+    assert after.acceptance > before.acceptance + 0.1
+
+
 def test_every_fourth_step_unrolls_all_depths():
     for most, expected in ((1, [1] * 6), (2, [2] * 6), (3, [3, 2, 2, 2, 3, 2]), (5, [5, 2, 2, 2, 5, 2])):
         drafter = Watched()
