@@ -98,7 +98,7 @@ def explained(training: Training | None) -> list[tuple[str, str]]:
         return lines
     gain = "no version is measured yet"
     if account.effects and account.log is not None:
-        gain = f"{interval(account.log, account.width)} since version {account.effects[0].number}"
+        gain = f"{interval(account.log, account.width)} since version {account.effects[0].before}"
     paid = "not yet"
     if account.paid_back is not None:
         paid = time.strftime("%b %d, %H:%M", time.localtime(account.paid_back))

@@ -67,7 +67,7 @@ def test_training_of_a_domain_is_explained_in_five_lines():
     lines = shown()
     (cost, gain, paid, alone, trial) = lines[-5:]
     assert cost == " training cost     60 core seconds, 6 of them while requests ran"
-    assert gain == " training gain     +9.5% (+8.2% to +10.8%) since version 2"
+    assert gain == " training gain     +9.5% (+8.2% to +10.8%) since version 1"
     assert paid.startswith(" paid back         Nov ")
     assert alone == " over recall alone +4.1% (+3.0% to +5.1%) by version 2"
     assert trial == " on trial          version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
