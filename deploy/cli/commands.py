@@ -135,7 +135,10 @@ def demo(
         float, typer.Option(min=0.1, max=60, help="Minutes of live traffic before the measurement.")
     ] = 3.5,
     report: Annotated[
-        Path | None, typer.Option(help="Write the figures to this JSON file, and a plot beside it.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="Write the figures to this JSON file, and a plot to the same name with .svg.", metavar="FILE"
+        ),
     ] = None,
     source: Annotated[str, typer.Option(help="Prompts: unittest, stdlib, pydoc or a JSON lines file.")] = "unittest",
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 0.5,
@@ -147,7 +150,7 @@ def demo(
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: there is no directory {report.absolute().parent}")
     if report is not None and report.suffix == ".svg":
-        fail(f"--report {report}: it is a JSON file, and the plot is written beside it as .svg: use another name")
+        fail(f"--report {report}: the plot of the report has this name: use a name with .json")
     if not (settings.trains and settings.capture.enabled):
         fail("the demo needs a trainable drafter.kind, trainer.enabled and capture.enabled")
     if settings.engine.kind != "osd":
@@ -314,7 +317,7 @@ def learned_traffic(settings: Settings) -> str:
     """Return a line about the requests that a service captures and learns from, and the setting that decides it."""
     if not settings.capture.enabled or not (settings.drafts or settings.engine.kind == "osd"):
         return "from no request"
-    requests = 'those that set "store": true, because serving.capture_default is false'
+    requests = 'requests with "store": true, because serving.capture_default is false'
     if settings.serving.capture_default:
         requests = 'all that do not set "store": false; serving.capture_default=false requires "store": true'
     if settings.trains or _recalls(settings):
@@ -323,7 +326,7 @@ def learned_traffic(settings: Settings) -> str:
 
 
 def shared_learning(settings: Settings) -> str:
-    """Return a line about the clients that share what is learned, and the settings that separate them.
+    """Return a line about the clients that share drafters, and the settings that separate them.
 
     The line is empty for a service without keys, or that learns from no request.
     """

@@ -47,7 +47,7 @@ class DemoPlan:
 
 
 def run(settings: Settings, plan: DemoPlan, report: Path | None) -> None:
-    """Run the demo and print its results; write the figures as JSON to ``report``, if any, and a plot beside it.
+    """Run the demo and print its results; write the figures as JSON to ``report``, if any, and a plot next to it.
 
     Raises:
         TrafficError: the source cannot be read, or has too few prompts.

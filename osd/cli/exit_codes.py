@@ -5,7 +5,7 @@ from __future__ import annotations
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 MEANINGS = {
-    OK: "the command did what it was asked to do",
+    OK: "success",
     FAILURE: "the command ran and something failed: a check, a request, an expectation, or a process that it needs",
     USAGE: "the command cannot do it: change its arguments, the settings or the machine as the line on standard error "
     "says",

@@ -90,7 +90,7 @@ def test_up_takes_settings_by_the_names_of_vllm(monkeypatch, tmp_path):
 
 
 ALL = 'all that do not set "store": false; serving.capture_default=false requires "store": true'
-ASKED = 'those that set "store": true, because serving.capture_default is false'
+ASKED = 'requests with "store": true, because serving.capture_default is false'
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_demo_refuses_incompatible_settings(tmp_path):
     vllm = ("--set", "engine.kind=vllm", "--set", "engine.vllm.python=/python")
     assert "engine.kind" in refusal(run_cli("demo", *vllm))
     assert "--report" in refusal(run_cli("demo", "--report", str(tmp_path / "nowhere" / "report.json")))
-    assert "the plot is written beside it" in refusal(run_cli("demo", "--report", str(tmp_path / "report.svg")))
+    assert "the plot of the report has this name" in refusal(run_cli("demo", "--report", str(tmp_path / "report.svg")))
 
 
 def test_drafters_commands_in_an_empty_home(tmp_path):
