@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from osd import logs
 from osd.config import Settings
+from osd.freed_memory import give_back_regularly
 from osd.sealed import SealedSettings, seal
 from serving.metrics.ray_metrics import RayMetrics
 from serving.metrics.replicas import ACTOR, ReplicaMetrics
@@ -28,6 +29,14 @@ _LOOK_BACK_SECONDS, _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 10.0, 10.0, 60.0
 
 _HEAD = "node:__internal_head__"
 """Resource that only the head node of a Ray cluster has."""
+
+
+class MetricsActor(ReplicaMetrics):
+    """Ray actor with the metrics of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        give_back_regularly()
 
 
 @serve.ingress()  # pyright: ignore[reportUntypedClassDecorator] # Ray gives it no types
@@ -54,7 +63,6 @@ class Server:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Ray Serve calls this when the replica is ready."""
-        from osd.runtime.memory import give_back
         from serving.api.routes import create_app
         from serving.http.carried_body import CarriedBody
         from serving.http.liveness import SignsOfLife
@@ -66,7 +74,7 @@ class Server:
         gc.collect()  # freeze would keep existing garbage forever
         gc.freeze()
         gc.enable()
-        give_back()
+        give_back_regularly()
         return app
 
     def check_health(self) -> None:
@@ -107,7 +115,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
     """
     metrics = DeploymentActorConfig(
         name=ACTOR,
-        actor_class=ray.remote(ReplicaMetrics),
+        actor_class=ray.remote(MetricsActor),
         # On the head node, so that the counts survive the loss of a node with replicas.
         actor_options={"num_cpus": 0, "max_concurrency": 1, "resources": {_HEAD: 0.001}},
     )

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from osd.freed_memory import give_back_regularly
 from serving.http import affinity
 from serving.http import protocol as http_protocol
 from serving.http.affinity import Affinity
@@ -46,9 +47,10 @@ _VALID = {
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Ray Serve's proxy; install the HTTP protocol and start the delivery of counts."""
+    """Return the middleware for Ray Serve's proxy; install the HTTP protocol and start the threads of a proxy."""
     http_protocol.install()
     _DELIVERY.start()
+    give_back_regularly()
     return [Middleware(Front)]
 
 

@@ -2,9 +2,10 @@
 
 A drafter has a bucket of seconds. A share of the busy seconds and measured gains fill it, measured losses drain it, and
 it overflows, so old gains do not pay for later losses. Drafting is off while the bucket is empty. Half of the
-refill pays for probes, short blocks with drafting. Drafting returns when the bucket is half full and the probes gained
-with certainty. The measured loss never exceeds that share of the time plus one bucket and one trial. Trials begin at
-random moments, so that real and measured losses differ by a martingale.
+refill pays for probes, short blocks with drafting, also while the bucket is overdrawn: a single trial can stand for
+minutes, and be wrong. Drafting returns when the bucket is half full and the probes gained with certainty. The measured
+loss exceeds that share of the time by at most one bucket, one trial, and what probes lose beyond their expected loss.
+Trials begin at random moments, so that real and measured losses differ by a martingale.
 
 Wu, Shariff, Lattimore and Szepesvari, "Conservative bandits", ICML 2016.
 """
@@ -65,4 +66,4 @@ class LossBudget:
         A probe is expected to lose as much as the mean of the last probes, and at least the allowed share.
         """
         loss = max(-fmean(self._probes or [0.0]), self._max_loss)
-        return self.seconds > 0 and self._max_loss * since / 2 >= loss * seconds
+        return self._max_loss * since / 2 >= loss * seconds

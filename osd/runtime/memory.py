@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import weakref
@@ -36,13 +35,6 @@ def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
     part = block[:size]  # a separate object that lives as long as the storage made of it
     weakref.finalize(part, free.append, block).atexit = False
     return torch.from_numpy(part).view(dtype).view(shape)
-
-
-def give_back() -> None:
-    """Release freed memory that the allocator still holds; loading a model leaves tens of megabytes of it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc needs it
-    if trim is not None:
-        trim(0)
 
 
 def _take(size: int) -> np.ndarray:

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from osd.freed_memory import give_back
 from osd.runtime.causal_lm import decoder_layers, layers_name
-from osd.runtime.memory import give_back
 
 
 def fill(model: nn.Module, directory: Path, dtype: torch.dtype | None, layers: Collection[int] | None = None) -> bool:

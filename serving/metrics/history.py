@@ -28,7 +28,7 @@ class Second:
 
     Attributes:
         time: the second, since the epoch.
-        names: names of the counts.
+        names: names of the counts; seconds with the same counts share the tuple.
         values: counts by the order of ``names``.
         gauges: gauges with a history, by their order in the table of metrics.
     """
@@ -70,7 +70,9 @@ class MetricsHistory:
         self._complete: deque[Second] = deque(maxlen=HISTORY_SECONDS - 1)
         self._newest: _NewestSecond | None = None
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
-        self._names: dict[Name, Name] = {}  # one object per name, shared by all seconds to save memory
+        # One object per name, and one tuple per set of names, shared by all seconds to save memory.
+        self._names: dict[Name, Name] = {}
+        self._sets: dict[tuple[Name, ...], tuple[Name, ...]] = {}
 
     @property
     def seconds(self) -> Iterator[Second]:
@@ -84,7 +86,7 @@ class MetricsHistory:
         newest = self._newest
         if newest is None or newest.time < int(time):
             if newest is not None:
-                self._complete.append(newest.merged())
+                self._complete.append(self._sharing(newest.merged()))
             newest = self._newest = _NewestSecond(int(time))
         newest.gauges[replica] = {
             key: value for key, value in gauges.items() if isinstance(key, str) and key in REMEMBERED
@@ -102,6 +104,11 @@ class MetricsHistory:
             newest.counts[shared] += value  # pyright: ignore[reportArgumentType] # a counter of floats
         if len(self._names) > _NAMES:
             self._names = {}
+
+    def _sharing(self, second: Second) -> Second:
+        if len(self._sets) > HISTORY_SECONDS:
+            self._sets = {}
+        return replace(second, names=self._sets.setdefault(second.names, second.names))
 
     def add_swap(self, time: float, version: int) -> None:
         """Add a swap; the swaps of several replicas to one version within seconds count as one."""
@@ -169,7 +176,8 @@ class _NewestSecond:
         for key in _GAUGES:
             value = sum(values.get(key, 0) for values in self.gauges.values())
             gauges.append(value / len(self.gauges) if REMEMBERED[key].merge == "mean" else value)
-        return Second(self.time, tuple(self.counts), array("d", self.counts.values()), gauges)
+        names = tuple(sorted(self.counts, key=_label))  # the same order in all seconds
+        return Second(self.time, names, array("d", map(self.counts.__getitem__, names)), gauges)
 
 
 @dataclass

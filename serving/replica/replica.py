@@ -19,13 +19,13 @@ from osd.config import Settings
 from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.grammar import Grammar
 from osd.engine.request import Request, Update
+from osd.freed_memory import give_back
 from osd.learning.record_worth import RecordWorth
 from osd.recall.memory import KEPT
 from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.training import TrainingReports
 from osd.runtime.device import cores, one_core
-from osd.runtime.memory import give_back
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_config

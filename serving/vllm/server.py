@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from osd import logs
 from osd.config import Settings
+from osd.freed_memory import give_back_regularly
 from osd.sealed import SealedSettings
 from serving.metrics.ray_metrics import RayMetrics
 
@@ -75,6 +76,7 @@ class VllmServer:
         from serving.http.liveness import SignsOfLife
         from serving.vllm.application import create_app
 
+        give_back_regularly()
         return SignsOfLife(CarriedBody(self._requests.guard(create_app(self._service, self._vllm.app))))
 
     async def check_health(self) -> None:

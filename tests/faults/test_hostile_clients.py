@@ -51,7 +51,7 @@ LOAD = 0.5
 WARM_MINUTES = min(MINUTES / 2, 10)
 """Time before the memory is measured for the first time."""
 MAX_GROWTH, MAX_SLOWDOWN = 1.02 if MINUTES >= LONG_MINUTES else 1.1, 1.5
-PROCESSES = ("ServeReplica", "ProxyActor", "ServeController", "ReplicaMetrics")
+PROCESSES = ("ServeReplica", "ProxyActor", "ServeController", "MetricsActor")
 NORMAL, HOSTILE = "sk-normal-1", "sk-hostile-1"
 KEYS = [
     {"name": "normal", "key": NORMAL, "may": ["generate", "watch"]},

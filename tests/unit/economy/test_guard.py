@@ -15,23 +15,26 @@ from tests.unit.economy.machine import Machine
 
 MAX_LOSS = 0.005
 SECONDS = 1200.0
+PROBES_SECONDS = 0.5
+"""Most that probes lose in a simulation beyond their expected loss."""
 
 
-def test_bucket_is_overdrawn_by_at_most_one_measurement():
+def test_bucket_is_overdrawn_by_one_measurement_and_probes():
     rng = np.random.default_rng(0)
     for _ in range(200):
-        budget, lost, busy, largest = LossBudget(MAX_LOSS), 0.0, 0.0, 0.0
-        for log in rng.normal(rng.normal(0, 0.1), 0.1, 300):
+        budget, lost, busy, began, largest = LossBudget(MAX_LOSS), 0.0, 0.0, 0.0, 0.0
+        for log in rng.normal(rng.normal(0, 0.1), 0.1, 3000):
             seconds = float(rng.exponential(10.0)) if budget.allows else 0.8
-            if not budget.allows and not budget.pays_for(seconds, since=60.0):
+            if not budget.allows and not budget.pays_for(seconds, busy - began):
                 seconds = 0.0
             budget.passed(seconds + 1)
             busy += seconds + 1
             if seconds:
+                began = busy
                 budget.measured(float(log), seconds)
                 lost -= math.expm1(log) * seconds
                 largest = max(largest, -math.expm1(log) * seconds)
-            assert lost <= MAX_LOSS * busy + BUCKET_SECONDS + largest + 1e-6
+            assert lost <= MAX_LOSS * busy + BUCKET_SECONDS + largest + PROBES_SECONDS
 
 
 def test_gains_beyond_the_bucket_are_lost():
@@ -52,6 +55,18 @@ def test_drafting_returns_after_probes_gain_and_half_a_refill():
     budget.passed(500.0)
     budget.measured(0.1, 1.0)
     assert budget.allows
+
+
+def test_drafting_that_gains_returns_soon_after_a_wrong_trial():
+    machine, switchback = Machine(load=math.inf, slots=8, gain=lambda now: 0.36), Switchback(0.005, MAX_LOSS, seed=0)
+    while switchback.measured.trials < 2:
+        switchback.observe(machine.step(switchback.drafts))
+    switchback.budget.measured(-1.0, 3 * BUCKET_SECONDS)
+    assert not switchback.budget.allows
+    wrong = switchback.busy
+    while not switchback.budget.allows:
+        switchback.observe(machine.step(switchback.drafts))
+    assert switchback.busy - wrong < 300, "an overdrawn bucket alone takes 900 s to refill"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from osd.runtime import memory
-from osd.runtime.memory import PAGE, Pages, give_back, recycled
+from osd.runtime.memory import PAGE, Pages, recycled
 
 LARGE = (64, 8192)  # 2 MiB of float32
 
@@ -62,16 +61,6 @@ def test_recycled_in_threads_returns_distinct_blocks() -> None:
         tensors = list(pool.map(lambda i: recycled(LARGE, torch.float32).fill_(float(i)), range(8)))
     assert [float(tensor[0, 0]) for tensor in tensors] == list(range(8))
     assert len({tensor.data_ptr() for tensor in tensors}) == 8
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator has no malloc_trim")
-def test_give_back_returns_freed_memory_to_the_system() -> None:
-    parts = [bytearray(b"x" * 60_000) for _ in range(1000)]  # too small for a mapping of their own
-    full = resident()
-    del parts[:-1]  # the last one holds the end of the heap
-    give_back()
-    assert full - resident() > 40_000_000
-    assert parts[0] == b"x" * 60_000
 
 
 MB = 1 << 20
