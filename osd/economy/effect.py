@@ -158,9 +158,9 @@ def plain_log(costs: np.ndarray, drafted: np.ndarray) -> float:
 
 
 def trial_log(costs: np.ndarray, plain: np.ndarray, drafted: np.ndarray) -> float:
-    """Return the natural logarithm of the speed-up in a single trial, given the sums of its steps of both kinds.
+    """Return the natural logarithm of the speed-up in the steps that ``drafted`` sums.
 
-    The plain steps show the speed of the machine around the trial.
+    The ``plain`` steps of a trial show the speed of the machine around it.
     """
     return plain_log(costs, drafted) + float(log_ratio(plain[SECONDS], costs @ plain[:_PLAIN]))
 

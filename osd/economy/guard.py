@@ -2,10 +2,10 @@
 
 A drafter has a bucket of seconds. A share of the busy seconds and measured gains fill it, measured losses drain it, and
 it overflows, so old gains do not pay for later losses. Drafting is off while the bucket is empty. Half of the
-refill pays for probes, short blocks with drafting, also while the bucket is overdrawn: a single trial can stand for
-minutes, and be wrong. Drafting returns when the bucket is half full and the probes gained with certainty. The measured
-loss exceeds that share of the time by at most one bucket, one trial, and what probes lose beyond their expected loss.
-Trials begin at random moments, so that real and measured losses differ by a martingale.
+refill pays for probes, short blocks with drafting, also while the bucket is overdrawn. Drafting returns when the bucket
+is half full and the probes gained with certainty. The measured loss exceeds that share of the time by at most one
+bucket, one trial with the steps before it, and what probes lose beyond their expected loss. Trials begin at random
+moments, so that real and measured losses differ by a martingale.
 
 Wu, Shariff, Lattimore and Szepesvari, "Conservative bandits", ICML 2016.
 """
@@ -41,7 +41,7 @@ class LossBudget:
         self.seconds = min(self.seconds + self._max_loss * busy, BUCKET_SECONDS)
 
     def measured(self, log: float, seconds: float) -> None:
-        """Add the logarithm of the speed-up of a trial, which represents ``seconds`` of drafting.
+        """Add the logarithm of the speed-up over ``seconds`` with drafting: since the trial before, and around this one.
 
         While drafting is off, trials are probes.
         """

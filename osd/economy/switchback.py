@@ -142,9 +142,8 @@ class Switchback:
         trial, measured = self._trial, self.measured
         inside, around = trial[effect.INSIDE].sum(0), trial[effect.AROUND].sum(0)
         plain, drafted = (inside, around) if self._plain_inside else (around, inside)
-        seconds = float(drafted[SECONDS])
         if self._plain_inside:
-            seconds += float(trial[0, SECONDS])
+            drafted = drafted + trial[0]
             self._kept.append((self.busy, trial))
             while self._kept[0][0] < self.busy - _KEPT_SECONDS:
                 self._kept.popleft()
@@ -152,5 +151,5 @@ class Switchback:
                 self._effect, self.costs, all_seconds = estimated
                 measured = Measured.of(self._effect, all_seconds)
         if self.costs is not None:
-            self.budget.measured(effect.trial_log(self.costs, plain, drafted), seconds)
+            self.budget.measured(effect.trial_log(self.costs, plain, drafted), float(drafted[SECONDS]))
         self._begin(measured)

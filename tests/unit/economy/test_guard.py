@@ -69,6 +69,17 @@ def test_drafting_that_gains_returns_soon_after_a_wrong_trial():
     assert switchback.busy - wrong < 300, "an overdrawn bucket alone takes 900 s to refill"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_drafting_that_gains_on_average_is_never_switched_off(seed: int):
+    """A trial in five seconds without acceptance does not stand for the fifteen with it."""
+    machine = Machine(load=math.inf, slots=8, call=2.5e-3, gain=lambda now: 0.95 if int(now) % 20 > 5 else 0.0)
+    switchback = Switchback(0.005, MAX_LOSS, seed=seed)
+    while machine.now < 240:
+        switchback.observe(machine.step(switchback.drafts))
+        assert switchback.budget.allows
+    assert machine.true_log > 0.2
+
+
 @pytest.mark.parametrize(
     ("gain", "most", "least"),
     [
