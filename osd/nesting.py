@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import numpy as np
 MAX_DEPTH = 100
 """Limit on the arrays and objects around a value."""
 
-# Strings are removed, because they may contain brackets. An incomplete string extends to the end of the text.
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-_OTHER = bytes(set(range(256)) - set(b"[]{}"))
+_OTHER = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 class NestingError(ValueError):
@@ -29,9 +26,13 @@ def check_nesting(text: bytes | str) -> None:
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
-    brackets = np.frombuffer(_STRING.sub(b"", data).translate(None, _OTHER), np.uint8)
-    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
-    if steps.cumsum().max(initial=0) > MAX_DEPTH:
+    # Without escaped quotes every second quote ends a string. Brackets in strings do not count.
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = np.frombuffer(unescaped.translate(None, _OTHER), np.uint8)
+    is_outside = np.cumsum(marks == ord('"'), dtype=np.uint8) & 1 == 0
+    opening, closing = ((marks == first) | (marks == second) for first, second in (b"[{", b"]}"))
+    steps = (opening.view(np.int8) - closing.view(np.int8)) * is_outside
+    if steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
         raise NestingError(f"is nested more than {MAX_DEPTH} levels deep, which is the limit: flatten it")
 
 

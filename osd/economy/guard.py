@@ -41,7 +41,7 @@ class LossBudget:
         self.seconds = min(self.seconds + self._max_loss * busy, BUCKET_SECONDS)
 
     def measured(self, log: float, seconds: float) -> None:
-        """Add the logarithm of the speed-up over ``seconds`` with drafting: since the trial before, and around this one.
+        """Add the logarithm of the speed-up over the ``seconds`` with drafting since the trial before.
 
         While drafting is off, trials are probes.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from itertools import count
+from itertools import count, groupby
 
 from osd.config import EngineSettings
 from osd.engine.planner import Planner
@@ -139,25 +139,29 @@ class Scheduler:
     def plan(self, speculate: bool) -> StepPlan:
         """Return the plan of the next step: for each sequence a draft, or the next part of its prompt.
 
-        The length of the read prompts is limited to a chunk, and further if decoding sequences would wait too long.
-        With the prefix cache, only one sequence reads a beginning that several prompts of a client share, for example
-        for ``n`` answers; the others wait for it. Tokens that a grammar forces are drafted without a drafter, also
-        after a prompt.
+        The length of the read prompts is limited to a chunk, and further if sequences would wait too long that decode
+        with the same priority as a prompt, or run with a better one. With the prefix cache, only one sequence reads a
+        beginning that several prompts of a client share, for example for ``n`` answers; the others wait for it. Tokens
+        that a grammar forces are drafted without a drafter, also after a prompt.
         """
-        decoding = sum(s.decoding for s in self.running)
-        readers = len(self.running) - decoding
-        budget = self._planner.chunk(decoding, readers, self._settings.prefill_chunk) if readers else 0
+        readers = sum(not s.decoding for s in self.running)
         scheduled: list[ScheduledSequence] = []
         reading: list[ScheduledSequence] = []
-        for s in self.running:
-            if s.decoding:
-                scheduled.append(self._scheduled(s, 1, speculate))
-            elif budget > 0 and not any(reader.reads_for(s) for reader in reading):
-                count = min(budget, len(s.tokens) - s.fed)
-                budget -= count
-                scheduled.append(self._scheduled(s, count, speculate))
-                if self._settings.prefix_cache:
-                    reading.append(scheduled[-1])
+        read = better = 0
+        for _, group in groupby(sorted(self.running, key=_order), key=lambda s: s.request.priority):
+            sequences = list(group)
+            slowed = better + sum(s.decoding for s in sequences)
+            limit = self._planner.chunk(slowed, readers, self._settings.prefill_chunk) if readers else 0
+            for s in sequences:
+                if s.decoding:
+                    scheduled.append(self._scheduled(s, 1, speculate))
+                elif read < limit and not any(reader.reads_for(s) for reader in reading):
+                    count = min(limit - read, len(s.tokens) - s.fed)
+                    read += count
+                    scheduled.append(self._scheduled(s, count, speculate))
+                    if self._settings.prefix_cache:
+                        reading.append(scheduled[-1])
+            better += len(sequences)
         if not speculate or self._pool is None:
             return StepPlan(scheduled, {}, {})
         limits = self._planner.limits(scheduled, len(self.running))

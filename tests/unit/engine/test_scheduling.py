@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from osd.config import BestFirstSettings, ChainSettings, TopKTreeSettings
+from osd.config import BestFirstSettings, ChainSettings, EngineSettings, TopKTreeSettings
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Tree
 from osd.economy.costs import CostModel
 from osd.engine.planner import Planner
 from osd.engine.policy import Policy
 from osd.engine.request import Request
+from osd.engine.scheduler import Scheduler
 from osd.engine.step import SequenceOutcome, StepOutcome
 from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of
 
@@ -116,6 +118,29 @@ def test_prompt_chunk_grows_with_waiting_readers() -> None:
     busy = planner({1: 1.0, 2: 1.0, 66: 9.0})
     chunks = [busy.chunk(2, reading, 64) for reading in (1, 2, 6, 20)]
     assert chunks[0] == chunks[1] < chunks[2] < chunks[3]
+
+
+def test_prompt_waits_only_for_its_priority_and_better_ones() -> None:
+    rows = planner({1: 1.0, 2: 2.0, 68: 68.0})
+    scheduler = Scheduler(
+        EngineSettings(prefill_chunk=64, prefix_cache=False), *cast(Any, (None, rows, None, None, None))
+    )
+
+    def reads(**sequences: tuple[int, int]) -> dict[str, int]:
+        """Return the planned tokens of sequences, given (priority, tokens of the prompt), 0 if it decodes."""
+        scheduler.running = [
+            cast(Any, SimpleNamespace(
+                name=name, decoding=not prompt, tokens=[1] * max(prompt, 1), fed=0, constraint=None, number=number,
+                request=Request(name, (1,), 9, priority=priority),
+            ))
+            for number, (name, (priority, prompt)) in enumerate(sequences.items())
+        ]  # fmt: skip
+        return {cast(Any, part.sequence).name: part.count for part in scheduler.plan(speculate=False).sequences}
+
+    assert reads(decoding=(0, 0), prompt=(0, 60)) == {"decoding": 1, "prompt": 4}
+    assert reads(decoding=(0, 0), prompt=(1, 60)) == {"decoding": 1, "prompt": 4}
+    assert reads(decoding=(1, 0), prompt=(0, 60)) == {"decoding": 1, "prompt": 60}
+    assert reads(late=(1, 60), early=(0, 3)) == {"early": 3, "late": 1}, "a worse priority reads what remains"
 
 
 def test_long_prompt_during_decoding_keeps_output(target_dir: Path, oracle: Oracle) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import closing
 
 import pytest
 from ray.serve._private.http_util import RequestIdMiddleware, validate_http_proxy_callback_return
@@ -14,7 +15,7 @@ from starlette.websockets import WebSocketDisconnect
 from serving import front
 from serving.http import affinity
 from serving.http.affinity import Affinity
-from serving.http.carried_body import CarriedBody
+from serving.http.carried_body import CarriedBody, ClientMessages
 from tests.unit.serving.answers import error_of
 from tests.waiting import HANG_SECONDS
 
@@ -250,6 +251,17 @@ AFFINITY = str(Affinity.of(BODY, b"")).encode()
 def test_prompt_affinity_and_body_are_forwarded():
     assert forwarded((0, BODY)) == answered(affinity=AFFINITY, carried=True)
     assert forwarded((0, BODY[:5]), (0.01, BODY[5:200]), (0, BODY[200:])) == answered(affinity=AFFINITY)
+
+
+def test_parts_of_a_body_are_joined_until_a_client_pauses():
+    async def messages():
+        client = ClientMessages(Client(*[(0, bytes([byte])) for byte in BODY], (2, b"late")))
+        with closing(client):
+            return await client.receive(), await client.receive()
+
+    first, second = asyncio.run(messages())
+    assert first == {"type": "http.request", "body": BODY, "more_body": True}
+    assert second == {"type": "http.request", "body": b"late", "more_body": False}
 
 
 def test_affinity_depends_on_the_key_and_not_on_a_header():
