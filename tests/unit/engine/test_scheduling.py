@@ -143,6 +143,25 @@ def test_prompt_waits_only_for_its_priority_and_better_ones() -> None:
     assert reads(late=(1, 60), early=(0, 3)) == {"early": 3, "late": 1}, "a worse priority reads what remains"
 
 
+@pytest.mark.parametrize(("row", "least", "most"), [(1e-6, 20, 20), (1e-2, 4, 5), (1.0, 0, 0)])
+def test_drafts_of_worse_priority_hardly_prolong_a_step(row: float, least: int, most: int) -> None:
+    """Three sequences have room for 20 nodes each; a step takes a second, and ``row`` seconds for each of its rows."""
+    policy = Policy.of(BestFirstSettings())
+    planner = Planner(policy, 128, CostModel({1: 1.0 + row, 101: 1.0 + 101 * row}), governed=True)
+    sequences: list[Any] = []
+    for name, priority in (("urgent", 0), ("late", 3), ("later", 7)):
+        sequences.append(s := cast(Any, _Decoding()))
+        s.policy, s.limit, s.remaining, s.tokens = policy, 20, 99, [1]
+        s.request = Request(name, (1,), 99, priority=priority)
+    scheduled = [
+        cast(Any, SimpleNamespace(sequence=s, may_draft=True, rows=1, ends=True, forced=[])) for s in sequences
+    ]
+    urgent, late, later = planner.limits(scheduled, 3)[0].values()
+    assert (urgent, late, later) == (20, late, late)
+    assert least <= late <= most
+    assert set(planner.limits(scheduled[1:2], 1)[0].values()) == {20}, "alone, any priority is the best"
+
+
 def test_long_prompt_during_decoding_keeps_output(target_dir: Path, oracle: Oracle) -> None:
     texts = prompts([5, 7, 60], seed=9)
     with running(target_dir, drafter=Recall(), slots=3, chunk=64) as client:
