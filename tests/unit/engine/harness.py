@@ -66,6 +66,17 @@ class Result:
     sources: list[str] = field(default_factory=list)
     last: Update | None = None
 
+    def add(self, update: Update) -> None:
+        assert self.finish is None, "an update came after the last one"
+        self.tokens += update.token_ids
+        self.text += update.text
+        self.updates += 1
+        self.cached = update.cached_tokens
+        self.logprobs += update.logprobs
+        self.sources += update.sources
+        self.finish, self.counts, self.error = update.finish_reason, update.counts, update.error
+        self.last = update
+
 
 class Client:
     """Client that submits requests and waits for their updates."""
@@ -95,16 +106,7 @@ class Client:
 
     def next(self) -> Update:
         update = self._updates.get(timeout=HANG_SECONDS)
-        result = self.results[update.request_id]
-        assert result.finish is None, "an update came after the last one"
-        result.tokens += update.token_ids
-        result.text += update.text
-        result.updates += 1
-        result.cached = update.cached_tokens
-        result.logprobs += update.logprobs
-        result.sources += update.sources
-        result.finish, result.counts, result.error = update.finish_reason, update.counts, update.error
-        result.last = update
+        self.results[update.request_id].add(update)
         return update
 
     def ask(self, texts: Sequence[Sequence[int]], max_tokens: int, name: str = "{}", **more: Any) -> list[Result]:
@@ -192,6 +194,11 @@ def make_drafter(kind: str, directory: Path) -> Any:
         "prompt_tokens": PromptTokensSettings(),
     }
     return initial(settings[kind], directory, directory)
+
+
+def weights_of(kind: str, directory: Path, noise: float = 0.0) -> dict[str, Tensor]:
+    """Return the weights of another version of a drafter."""
+    return with_noise(make_drafter(kind, directory).weights(), noise)
 
 
 @contextmanager

@@ -8,18 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from osd.capture.trace import Trace
 from osd.drafting import DrafterError
 from osd.registry.pointer import Rollout
 from osd.routing.clusters import Cluster
 from osd.routing.router import Pick
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of, with_noise
-
-
-def weights_of(kind: str, directory: Path, noise: float) -> dict[str, Tensor]:
-    return with_noise(make_drafter(kind, directory).weights(), noise)
+from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of, weights_of
 
 
 class ScriptedRouter:

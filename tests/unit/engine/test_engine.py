@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from osd.engine import step as step_module
 from osd.engine.request import SamplingParams
 from tests.tiny import tokenizer
 from tests.unit.engine import harness
-from tests.unit.engine.harness import Client, Oracle, make_drafter, prompts, running, tokens_of, with_noise
+from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running, tokens_of, with_noise
 from tests.waiting import HANG_SECONDS
 
 KINDS = ["none", "eagle", "language_model"]
@@ -49,24 +50,9 @@ def test_greedy_output_matches_transformers(target_dir: Path, oracle: Oracle, ki
         assert sum(n * times for n, times in enumerate(total.histogram)) == total.accepted
 
 
-def greedy_run(client: Client, oracle: Oracle) -> tuple[list[int], list[int]]:
+def greedy_run(oracle: Oracle) -> tuple[list[int], list[int]]:
     prompt = prompts([9], seed=4)[0]
     return prompt, oracle.greedy(prompt, 24)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_end_token_stops_unless_ignored(target_dir: Path, oracle: Oracle, kind: str) -> None:
-    with running(target_dir, kind) as client:
-        prompt, goal = greedy_run(client, oracle)
-        client.engine.target.eos_ids = frozenset({goal[10]})
-        first = goal.index(goal[10])
-        client.submit("stops", prompt, 24)
-        client.submit("goes on", prompt, 24, ignore_eos=True)
-        results = client.wait()
-    assert results["stops"].tokens == goal[: first + 1]
-    assert results["stops"].finish == "stop"
-    assert results["goes on"].tokens == goal
-    assert results["goes on"].finish == "length"
 
 
 @pytest.mark.parametrize("end", [0, 7])
@@ -81,19 +67,19 @@ def test_end_token_of_the_tokenizer_ends_an_answer(target_dir: Path, end: int, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_ids_end_a_request_after_min_tokens(target_dir: Path, oracle: Oracle, kind: str) -> None:
+def test_end_tokens_and_stop_ids_end_after_min_tokens(target_dir: Path, oracle: Oracle, kind: str) -> None:
     with running(target_dir, kind) as client:
-        prompt, goal = greedy_run(client, oracle)
+        prompt, goal = greedy_run(oracle)
         ends = (goal[10], goal[15])
         first = min(goal.index(end) for end in ends)
-        client.submit("stops", prompt, 24, stop_ids=ends, ignore_eos=True)
         least = first + 3
+        client.submit("stops", prompt, 24, stop_ids=ends, ignore_eos=True)
         client.submit("later", prompt, 24, stop_ids=ends, min_tokens=least, ignore_eos=True)
         client.engine.target.eos_ids = frozenset(ends)
-        client.submit("model's own", prompt, 24, min_tokens=least)
+        client.submit("model's own", prompt, 24)
+        client.submit("model's own later", prompt, 24, min_tokens=least)
+        client.submit("goes on", prompt, 24, ignore_eos=True)
         results = client.wait()
-    assert results["stops"].tokens == goal[: first + 1]
-    assert results["stops"].finish == "stop"
     expected: list[int] = []
     while len(expected) < 24 and not (expected and expected[-1] in ends):
         with torch.no_grad():
@@ -102,63 +88,40 @@ def test_stop_ids_end_a_request_after_min_tokens(target_dir: Path, oracle: Oracl
             logits[list(ends)] = -torch.inf
         expected.append(int(logits.argmax()))
     assert expected[: first + 1] != goal[: first + 1]
-    for name in ("later", "model's own"):
+    for name in ("stops", "model's own"):
+        assert (results[name].tokens, results[name].finish) == (goal[: first + 1], "stop")
+    for name in ("later", "model's own later"):
         assert results[name].tokens == expected
+    assert (results["goes on"].tokens, results["goes on"].finish) == (goal, "length")
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 7])
-def test_output_has_at_most_max_tokens(target_dir: Path, oracle: Oracle, max_tokens: int) -> None:
+def test_stop_string_after_min_tokens_ends_the_text_before_it(target_dir: Path) -> None:
+    prompt, drawn = prompts([6], seed=2)[0], SamplingParams(temperature=1.0, seed=3)
     with running(target_dir, "language_model") as client:
-        prompt, goal = greedy_run(client, oracle)
-        client.submit("r", prompt, max_tokens, ignore_eos=True)
-        result = client.wait()["r"]
-    assert result.tokens == goal[:max_tokens]
-    assert result.finish == "length"
 
+        def ask(name: str, **more: Any) -> Result:
+            client.submit(name, prompt, 60, drawn, ignore_eos=True, **more)
+            return client.wait()[name]
 
-def test_stop_string_ends_the_text_before_it(target_dir: Path) -> None:
-    with running(target_dir, "language_model") as client:
-        prompt = prompts([6], seed=2)[0]
-        client.submit("whole", prompt, 60, SamplingParams(temperature=1.0, seed=3), ignore_eos=True)
-        whole = client.wait()["whole"]
+        whole = ask("whole")
         plain = [i for i in range(8, len(whole.text) - 3) if "\ufffd" not in whole.text[: i + 3][-3:]]
         stop = whole.text[plain[0] : plain[0] + 3]
-        client.submit(
-            "cut", prompt, 60, SamplingParams(temperature=1.0, seed=3), stop=("never seen", stop), ignore_eos=True
-        )
-        cut = client.wait()["cut"]
+        cut = ask("cut", stop=("never seen", stop))
+        letter = next(letter for letter in whole.text[:20] if letter.isascii() and letter in whole.text[32:50])
+        early, later, last = (ask(f"{least}", stop=(letter,), min_tokens=least) for least in (0, 30, 60))
+    assert whole.text == tokenizer().decode(whole.tokens, skip_special_tokens=True)
     assert cut.finish == "stop"
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert len(cut.tokens) < len(whole.tokens)
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
-
-
-def test_stop_string_before_min_tokens_is_ignored(target_dir: Path) -> None:
-    drawn = SamplingParams(temperature=1.0, seed=3)
-    with running(target_dir, "language_model") as client:
-        prompt = prompts([6], seed=2)[0]
-        client.submit("whole", prompt, 60, drawn, ignore_eos=True)
-        whole = client.wait()["whole"]
-        stop = next(letter for letter in whole.text[:20] if letter.isascii() and letter in whole.text[32:50])
-        client.submit("cut", prompt, 60, drawn, stop=(stop,), ignore_eos=True)
-        client.submit("later", prompt, 60, drawn, stop=(stop,), min_tokens=30, ignore_eos=True)
-        client.submit("last", prompt, 60, drawn, stop=(stop,), min_tokens=60, ignore_eos=True)
-        results = client.wait()
-    assert len(results["cut"].tokens) < 30 <= len(results["later"].tokens) < 60
-    assert results["later"].text.count(stop) > 0
-    assert whole.text.startswith(results["later"].text + stop)
-    assert len(results["last"].tokens) == 60
-
-
-def test_text_equals_the_decoded_tokens(target_dir: Path) -> None:
-    with running(target_dir, "eagle") as client:
-        for result in client.ask(prompts([4, 8, 12]), 40, sampling=SamplingParams(temperature=1.0, seed=1)):
-            assert result.text == tokenizer().decode(result.tokens, skip_special_tokens=True)
+    assert len(early.tokens) < 30 <= len(later.tokens) < 60 == len(last.tokens)
+    assert later.text.count(letter) > 0
+    assert whole.text.startswith(later.text + letter)
 
 
 def test_cancel_ends_a_request_and_frees_its_slot(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle", slots=1) as client:
-        prompt, goal = greedy_run(client, oracle)
+        prompt, goal = greedy_run(oracle)
         client.submit("running", prompt, 100, ignore_eos=True)
         client.submit("waiting", prompt, 100, ignore_eos=True)
         client.submit("after", prompt, 24, ignore_eos=True)
@@ -208,7 +171,7 @@ def test_engine_without_drafter_refuses_versions(target_dir: Path) -> None:
 
 def test_failed_step_fails_only_its_requests(target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(target_dir, "eagle", slots=2) as client:
-        prompt, goal = greedy_run(client, oracle)
+        prompt, goal = greedy_run(oracle)
         healthy, calls = step_module.launch, []
 
         def fails_once(*arguments: object) -> object:
@@ -257,25 +220,10 @@ def test_failed_swap_is_reported_and_keeps_requests(target_dir: Path, monkeypatc
         client.engine.check_health()
 
 
-def test_speculation_switched_during_a_request_keeps_output(target_dir: Path, oracle: Oracle) -> None:
-    with running(target_dir, "eagle") as client:
-        prompt, goal = greedy_run(client, oracle)
-        goal = oracle.greedy(prompt, 100)
-        client.submit("r", prompt, 100, ignore_eos=True)
-        while len(client.results["r"].tokens) < 20:
-            client.next()
-        client.engine.set_speculation(False)
-        while len(client.results["r"].tokens) < 60:
-            client.next()
-        client.engine.set_speculation(True)
-        result = client.wait()["r"]
-    assert result.tokens == goal
-
-
 def test_accepted_tokens_after_the_end_are_not_counted(target_dir: Path, oracle: Oracle) -> None:
     whole = initial(LanguageModelSettings(layers=4), target_dir, target_dir)  # nearly always right
     with running(target_dir, "language_model", drafter=whole, depth=8) as client:
-        prompt, goal = greedy_run(client, oracle)
+        prompt, goal = greedy_run(oracle)
         for end in range(4, 20):
             client.engine.target.eos_ids = frozenset({goal[end]})
             client.submit(f"{end}", prompt, 24, logprobs=0)
@@ -301,16 +249,21 @@ def test_request_may_fill_the_whole_context(target_dir: Path, oracle: Oracle, ki
         assert client.wait()["r"].tokens == oracle.greedy(prompt, 28)
 
 
-def test_speculation_can_be_disabled_per_request_and_engine(target_dir: Path) -> None:
+def test_speculation_can_be_disabled_per_request_and_engine(target_dir: Path, oracle: Oracle) -> None:
     with running(target_dir, "eagle") as client:
         client.submit("plain", [1, 2, 3], 20, speculate=False, ignore_eos=True)
-        client.submit("drafts", [1, 2, 3], 20, ignore_eos=True)
+        client.submit("switched", [1, 2, 3], 100, ignore_eos=True)
+        for tokens, speculates in ((20, False), (60, True)):
+            while len(client.results["switched"].tokens) < tokens:
+                client.next()
+            client.engine.set_speculation(speculates)
         results = client.wait()
         client.engine.set_speculation(False)
         client.submit("later", [1, 2, 3], 20, ignore_eos=True)
         client.wait()
-    assert results["plain"].tokens == results["drafts"].tokens == results["later"].tokens
-    assert results["plain"].counts.drafted == results["later"].counts.drafted == 0 < results["drafts"].counts.drafted
+    assert results["switched"].tokens == oracle.greedy([1, 2, 3], 100)
+    assert results["plain"].tokens == results["later"].tokens == results["switched"].tokens[:20]
+    assert results["plain"].counts.drafted == results["later"].counts.drafted == 0 < results["switched"].counts.drafted
 
 
 def test_stop_cancels_requests_and_refuses_new_ones(target_dir: Path) -> None:

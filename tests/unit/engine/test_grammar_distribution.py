@@ -65,7 +65,7 @@ def grammar() -> Grammar:
     return Grammar(5, frozenset({END}), lambda: LLMatcher(tokenizer, LLMatcher.grammar_from_regex(REGEX), log_level=0))
 
 
-model = test_distribution.model
+model, policy_named = test_distribution.model, test_distribution.policy_named
 
 
 def exact_distribution(model: LlamaForCausalLM, grammar: Grammar, temperature: float) -> dict[tuple[int, ...], float]:
@@ -152,24 +152,7 @@ def eagle(model: LlamaForCausalLM) -> Eagle:
     return Eagle.from_target(copy.deepcopy(model), 4)
 
 
-POLICIES: dict[str, tuple[dict[str, Any], str | None]] = {
-    "chain": ({"kind": "chain", "depth": 3}, "chain"),
-    "block": ({"kind": "chain", "depth": 3}, "block"),
-    "siblings": ({"kind": "dynamic_tree", "budget": 5}, "siblings"),
-    "with replacement": ({"kind": "static_tree", "budget": 5, "depth": 3, "draw": "iid"}, "siblings"),
-    "k-seq": ({"kind": "static_tree", "budget": 4, "depth": 2, "draw": "iid"}, "k_seq"),
-    "traversal": ({"kind": "dynamic_tree", "budget": 5, "threshold": 0.1}, "traversal"),
-    "top then drawn": ({"kind": "static_tree", "budget": 4, "depth": 2, "draw": "top_then_drawn"}, "greedy_multidraft"),
-    "chosen": ({"kind": "top_k_tree", "budget": 5, "depth": 3, "top_k": 2}, "naive"),
-}
-
-
-def policy_named(name: str) -> Policy:
-    growth, verification = POLICIES[name]
-    return Policy.of(GROWTH_SETTINGS[growth["kind"]](**growth), verification)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["chain", "siblings", "traversal", "chosen"])
+@pytest.mark.parametrize("name", ["confidence", "siblings", "traversal", "naive"])
 def test_drafts_keep_the_masked_distribution(model: LlamaForCausalLM, grammar: Grammar, name: str) -> None:
     assert p_value(model, grammar, eagle(model), policy_named(name)) > 1e-4
 
@@ -177,7 +160,7 @@ def test_drafts_keep_the_masked_distribution(model: LlamaForCausalLM, grammar: G
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", test_distribution.POLICIES)
 def test_policies_keep_the_masked_distribution_in_long_runs(
     model: LlamaForCausalLM, grammar: Grammar, name: str, temperature: float
 ) -> None:
@@ -199,7 +182,7 @@ def test_no_drafter_keeps_the_masked_distribution(model: LlamaForCausalLM, gramm
 
 
 def test_seeds_keep_the_masked_distribution(model: LlamaForCausalLM, grammar: Grammar) -> None:
-    assert p_value(model, grammar, eagle(model), policy_named("chain"), repeatable=True) > 1e-4
+    assert p_value(model, grammar, eagle(model), policy_named("confidence"), repeatable=True) > 1e-4
 
 
 def without_p(logits: Tensor, rows: Any, constraints: Any, paths: Any, support: Tensor | None) -> None:
@@ -216,7 +199,7 @@ def test_wrong_masks_on_p_are_detected(
     model: LlamaForCausalLM, grammar: Grammar, monkeypatch: pytest.MonkeyPatch, broken: Any
 ) -> None:
     monkeypatch.setattr(penalties, "forbid", broken)
-    assert p_value(model, grammar, eagle(model), policy_named("chain"), count=300, forces=False) < 1e-9
+    assert p_value(model, grammar, eagle(model), policy_named("confidence"), count=300, forces=False) < 1e-9
 
 
 class WithoutMask(ChainRule):
@@ -229,5 +212,5 @@ class WithoutMask(ChainRule):
 
 
 def test_missing_mask_on_q_is_detected(model: LlamaForCausalLM, grammar: Grammar) -> None:
-    policy = dataclasses.replace(policy_named("chain"), rule=WithoutMask())
+    policy = dataclasses.replace(policy_named("confidence"), rule=WithoutMask())
     assert p_value(model, grammar, eagle(model), policy, count=800) < 1e-9

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +22,9 @@ from osd.engine.health import (
 from osd.engine.sequence import SequenceState
 from osd.engine.text import TextStream
 from osd.engine.trace_builder import TraceBuilder
+from tests.clocks import Clock
 from tests.unit.engine.harness import Client, Oracle, prompts, running, tokens_of
-from tests.waiting import HANG_SECONDS
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.waiting import HANG_SECONDS, wait_until
 
 
 def test_health_reports_consecutive_failed_steps() -> None:
@@ -99,11 +91,6 @@ def test_step_limit_grows_with_the_longest_step() -> None:
         engine_health.check()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.002)
-
-
 def is_unhealthy(client: Client) -> bool:
     try:
         client.engine.check_health()
@@ -120,12 +107,12 @@ def test_engine_is_unhealthy_while_all_steps_fail(target_dir: Path, monkeypatch:
                 assert not is_unhealthy(client)
                 client.submit(f"{number}", [1, 2, 3], 4)
                 assert client.wait()[f"{number}"].finish == "error"
-            until(lambda: is_unhealthy(client))
+            wait_until(lambda: is_unhealthy(client))
             with pytest.raises(RuntimeError, match="the last one with RuntimeError"):
                 client.engine.check_health()
         client.submit("well", [1, 2, 3], 4, ignore_eos=True)
         assert client.wait()["well"].finish == "length"
-        until(lambda: not is_unhealthy(client))
+        wait_until(lambda: not is_unhealthy(client))
 
 
 @pytest.mark.parametrize("kind", ["none", "eagle"])
@@ -156,13 +143,13 @@ def test_hanging_engine_reports_itself_without_a_lock(target_dir: Path, monkeypa
             patched.setattr(health, "LONGEST_STEP_FACTOR", 1.0)
             client.submit("hangs", [1, 2, 3], 4)
             try:
-                until(lambda: is_unhealthy(client))
+                wait_until(lambda: is_unhealthy(client))
                 with pytest.raises(RuntimeError, match="no decoding step has ended for"):
                     client.engine.check_health()
             finally:
                 go_on.set()
         assert client.wait()["hangs"].finish in ("stop", "length")
-        until(lambda: not is_unhealthy(client))
+        wait_until(lambda: not is_unhealthy(client))
 
 
 def test_crashed_engine_thread_fails_all_requests(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +165,7 @@ def test_crashed_engine_thread_fails_all_requests(target_dir: Path, monkeypatch:
         failing.set()
         result = client.wait()["r"]
         assert (result.finish, result.error) == ("error", "MemoryError while decoding")
-        until(lambda: is_unhealthy(client))
+        wait_until(lambda: is_unhealthy(client))
         with pytest.raises(ValueError, match="the engine is stopping"):
             client.submit("later", [1], 1)
 
@@ -188,22 +175,6 @@ def raising(error: Exception) -> Callable[..., Any]:
         raise error
 
     return fails
-
-
-@contextmanager
-def failing_for(name: str, of: type, method: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let a method fail only for objects marked with ``name``."""
-    original, failed = getattr(of, method), []
-
-    def fails(self: Any, *arguments: Any, **more: Any) -> Any:
-        if getattr(self, "bad", None) == name:
-            failed.append(method)
-            raise RuntimeError("only this object")
-        return original(self, *arguments, **more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(of, method, fails)
-        yield failed
 
 
 PLACES = [
@@ -222,17 +193,21 @@ def test_error_of_one_request_does_not_affect_others(
 ) -> None:
     prompt = prompts([9], seed=4)[0]
     goal = oracle.greedy(prompt, 24)
-    made = of.__init__  # type: ignore[misc]
+    made, original, failed = of.__init__, getattr(of, method), []  # type: ignore[misc]
 
     def mark(self: Any, *arguments: Any, **more: Any) -> None:
         made(self, *arguments, **more)
-        if of is SequenceState:
-            self.bad = "bad" if self.request.id == "bad" else None
-        else:
-            self.bad = "bad" if arguments[1] == ("never said",) else None
+        self.is_bad = self.request.id == "bad" if of is SequenceState else arguments[1] == ("never said",)
+
+    def fails(self: Any, *arguments: Any, **more: Any) -> Any:
+        if getattr(self, "is_bad", False):
+            failed.append(method)
+            raise RuntimeError("only this object")
+        return original(self, *arguments, **more)
 
     monkeypatch.setattr(of, "__init__", mark)
-    with running(target_dir, "eagle", slots=2) as client, failing_for("bad", of, method, monkeypatch) as failed:
+    monkeypatch.setattr(of, method, fails)
+    with running(target_dir, "eagle", slots=2) as client:
         client.submit("good", prompt, 24, ignore_eos=True)
         client.submit("bad", prompt, 24, ignore_eos=True, stop=("never said",), logprobs=1)
         client.submit("waiting", prompt, 24, ignore_eos=True)
@@ -243,7 +218,7 @@ def test_error_of_one_request_does_not_affect_others(
         for name in ("good", "waiting", "another"):
             assert (results[name].finish, results[name].tokens) == ("length", goal), name
         assert client.engine.counters().failed == 1
-        until(lambda: client.engine.load().running == 0)
+        wait_until(lambda: client.engine.load().running == 0)
         assert client.engine.pool.default.users == 0
         client.engine.check_health()
 
@@ -281,5 +256,5 @@ def test_slot_is_freed_when_the_drafter_fails_to_close_it(target_dir: Path, monk
         for name in "abc":
             client.submit(name, [1, 2, 3], 8, ignore_eos=True)
         assert {result.finish for result in client.wait().values()} == {"length"}
-        until(lambda: client.engine.load().running == 0)
+        wait_until(lambda: client.engine.load().running == 0)
         client.engine.check_health()

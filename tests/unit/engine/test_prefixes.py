@@ -74,16 +74,20 @@ def same_states(first: Trace, second: Trace, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_prompts_are_read_once(target_dir: Path, oracle: Oracle, kind: str) -> None:
     traces: list[Trace] = []
-    with running(target_dir, kind, chunk=CHUNK, traces=traces) as client:
+    similar = [*PROMPT[:36], 7, 8, 9]
+    with running(target_dir, kind, chunk=CHUNK, slots=5, traces=traces) as client:
         recorder = ForwardRecorder(client, (0,))
         client.submit("other", OTHER, 1)
         with recorder.holding(0):
             for name in "abc":
                 client.submit(name, PROMPT, 12, ignore_eos=True, capture=True)
+            client.submit("similar", similar, 12, ignore_eos=True)
         results = client.wait()
         client.submit("alone", PROMPT, 12, ignore_eos=True, capture=True)
         alone = client.wait()["alone"]
     assert sum(recorder.rows[1:4]) == len(PROMPT)
+    assert results["similar"].cached == 36
+    assert results["similar"].tokens == oracle.greedy(similar, 12)
     for name in "abc":
         assert results[name].tokens == alone.tokens == oracle.greedy(PROMPT, 12)
         assert results[name].counts == alone.counts, "their drafters have read the prompt, too"
@@ -158,21 +162,6 @@ def test_conversation_reuses_its_previous_answer(target_dir: Path, oracle: Oracl
         result = client.wait()["more"]
     assert result.tokens == oracle.greedy(more, 12)
     assert result.cached == len(PROMPT) + 11, "the last token of an answer is never fed"
-
-
-def test_prefix_is_shared_while_it_is_read(target_dir: Path, oracle: Oracle) -> None:
-    second = [*PROMPT[:36], 7, 8, 9]
-    with running(target_dir, "eagle", chunk=CHUNK) as client:
-        recorder = ForwardRecorder(client, (0,))
-        client.submit("other", OTHER, 1)
-        with recorder.holding(0):
-            client.submit("first", PROMPT, 12, ignore_eos=True)
-            client.submit("second", second, 12, ignore_eos=True)
-        results = client.wait()
-    assert results["second"].cached == 36
-    assert sum(recorder.rows[1:4]) == len(PROMPT)
-    assert results["first"].tokens == oracle.greedy(PROMPT, 12)
-    assert results["second"].tokens == oracle.greedy(second, 12)
 
 
 def test_oldest_free_slot_is_taken_first(target_dir: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osd.engine.request import SamplingParams
-from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running, tokens_of, with_noise
+from tests.unit.engine.harness import Oracle, Result, prompts, running, tokens_of, weights_of
 from tests.unit.verification.test_penalties import written_out
 
 KINDS = ["none", "eagle", "language_model"]
@@ -59,7 +59,7 @@ def decode(directory: Path, kind: str, prompt: list[int], sampling: SamplingPara
         return client.wait()["r"]
 
 
-def test_seeded_text_does_not_depend_on_drafts_or_batch(target_dir: Path) -> None:
+def test_seeded_text_does_not_depend_on_drafts_batch_or_swap(target_dir: Path) -> None:
     prompt = prompts([21], seed=6)[0]
     goal = decode(target_dir, "none", prompt).tokens
     assert decode(target_dir, "language_model", prompt, governed=True).tokens == goal
@@ -72,21 +72,12 @@ def test_seeded_text_does_not_depend_on_drafts_or_batch(target_dir: Path) -> Non
                 client.submit("crowd", prompt, 40, SEEDED, ignore_eos=True)
                 client.submit("whole", prompt, 40, whole, ignore_eos=True)
         client.submit("other seed", prompt, 40, replace(SEEDED, seed=78), ignore_eos=True)
+        client.until("crowd", 1)
+        client.engine.stage(2, weights_of("language_model", target_dir, 1.0))
         results = client.wait()
+        assert client.engine.counters().swaps == 1
     assert results["crowd"].tokens == goal != results["other seed"].tokens
     assert results["whole"].tokens == decode(target_dir, "none", prompt, whole).tokens
-
-
-def test_seeded_text_is_the_same_across_a_swap(target_dir: Path) -> None:
-    prompt = prompts([21], seed=6)[0]
-    goal = decode(target_dir, "none", prompt).tokens
-    weights = with_noise(make_drafter("language_model", target_dir).weights())
-    with running(target_dir, "language_model") as client:
-        client.submit("r", prompt, 40, SEEDED, ignore_eos=True)
-        client.next()
-        client.engine.stage(2, weights)
-        assert client.wait()["r"].tokens == goal
-        assert client.engine.counters().swaps == 1
 
 
 def raw_logp(oracle: Oracle, prompt: list[int], tokens: list[int]) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from osd.drafting.recall.drafter import Recall
-from osd.economy.costs import CostModel
 from osd.engine import step as step_module
 from osd.engine.planner import Planner
 from osd.engine.request import SamplingParams
@@ -18,18 +17,6 @@ from osd.runtime.native import kernels
 from osd.runtime.top import Top, most_probable
 from tests.device import skip_unless_cpu
 from tests.unit.engine.harness import prompts, running
-
-MEASURED = {1: 0.010, 2: 0.011, 4: 0.013, 8: 0.017, 16: 0.025}
-
-
-def test_cost_model_slows_down_with_the_machine():
-    cost = CostModel(MEASURED)
-    for _ in range(100):
-        cost.observe_forward(8, 2 * MEASURED[8])
-    assert cost.forward(1) == pytest.approx(2 * MEASURED[1], rel=0.1)
-    for _ in range(5):
-        cost.observe_forward(1, 2 * MEASURED[1])
-    assert cost.forward(1) == pytest.approx(2 * MEASURED[1], rel=0.03)
 
 
 @skip_unless_cpu("steps that record a graph are not counted, and on a GPU most of these do")
