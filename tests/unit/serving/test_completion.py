@@ -36,8 +36,9 @@ def test_stop_threshold_reaches_the_engine_and_is_reported(client, controlled_se
     }
 
 
-def test_exit_threshold_reaches_the_engine_with_any_format(client, controlled_service):
-    osd = {"completion": {"exit": 0.7}}
+@pytest.mark.parametrize("more", [{}, {"lossy": False}])
+def test_exit_threshold_reaches_the_engine_with_any_format(client, controlled_service, more):
+    osd = {"completion": {"exit": 0.7, **more}}
     client.post("/v1/completions", json={"prompt": "hi", "osd": osd})
     client.post("/v1/completions", json={"prompt": "hi", "osd": osd, "response_format": {"type": "json_object"}})
     assert [request.controller for request in controlled_service.submitted] == [ControllerOptions(None, 0.7)] * 2
@@ -73,12 +74,6 @@ def test_stop_and_lossy_exit_can_be_combined(client, lossy_service):
     body = client.post("/v1/chat/completions", json={**CHAT, "osd": osd}).json()
     assert lossy_service.submitted[0].controller == ControllerOptions(0.9, 0.0, lossy=True)
     assert body["metrics"]["completion"] == {"judged_tokens": 2, "stopped": [], "layers": 30, "skipped_layers": 0}
-
-
-def test_lossy_false_keeps_the_answer_lossless(client, controlled_service):
-    osd = {"completion": {"exit": 0.7, "lossy": False}}
-    assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
-    assert controlled_service.submitted[0].controller == ControllerOptions(None, 0.7)
 
 
 def test_lossy_answer_is_400_unless_the_server_allows_it(client, controlled_service):

@@ -102,16 +102,6 @@ async def test_stream_over_the_time_limit_ends_with_error_and_done(service):
     assert service.cancelled[0] == service.submitted[0].id
 
 
-async def test_blocked_reader_does_not_delay_the_deadline(service):
-    service.script = lambda request: [Update(request.id, (1,), "a")]
-    slow = Browser(create_app(service), "/v1/completions", {**PROMPT, "stream": True, "timeout": 0.05})
-    slow.unblocked.clear()
-    await until(lambda: service.cancelled)
-    assert not slow.task.done()
-    slow.unblocked.set()
-    await until(slow.task.done)
-
-
 async def test_answer_within_the_time_limit_leaves_no_timer(service):
     done = await answered(create_app(service), "/v1/completions", {**PROMPT, "timeout": 3600})
     assert done.status == 200

@@ -75,14 +75,6 @@ def test_impossible_stop_settings_are_400_with_the_limit(client, fields, param, 
     assert reason in error["message"]
 
 
-@pytest.mark.parametrize("store", ["true", "false", "", 0, 1, [], {}])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_store_that_is_no_boolean_is_400(client, service, path, store):
-    body = CHAT if "chat" in path else {"prompt": "hi"}
-    assert error_of(client.post(path, json={**body, "store": store}), 400)["param"] == "store"
-    assert not service.submitted
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("depth", [101, 5000])
 def test_deep_body_is_400_with_the_limit(client, service, path, depth):

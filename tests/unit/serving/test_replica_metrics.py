@@ -15,16 +15,6 @@ def report(time, name="a", version=1, running=0, waiting=0, **counters):
     return Report(name, time, version, True, counters, {"running": running, "waiting": waiting})
 
 
-def test_totals_sum_over_replicas():
-    metrics = ReplicaMetrics()
-    metrics.push(report(100.1, "a", completion_tokens=5))
-    metrics.push(report(100.2, "b", completion_tokens=7))
-    metrics.push(report(101.1, "a", completion_tokens=6))
-    totals = metrics.totals(101.5)
-    assert totals.counters["completion_tokens"] == 13
-    assert [live.replica for live in totals.replicas] == ["a", "b"]
-
-
 def test_totals_do_not_fall_when_a_replica_is_replaced():
     metrics = ReplicaMetrics()
     metrics.push(report(100, "a", requests=5))
@@ -177,21 +167,6 @@ def test_swap_of_all_replicas_is_one_mark(second_swap):
     marks = metrics.bins(1060.0, 600, None).swaps
     expected = [(1001.0, 2), (1050.0, 1)] if second_swap < 1005 else [(1001.0, 2), (1030.0, 2), (1050.0, 1)]
     assert marks == expected
-
-
-def test_start_with_a_version_is_not_a_swap():
-    metrics = ReplicaMetrics()
-    metrics.push(report(1000.0, "a", version=7))
-    assert metrics.bins(1001.0, 60, None).swaps == []
-
-
-def test_history_is_bounded():
-    metrics = ReplicaMetrics()
-    for second in range(5000):
-        metrics.push(report(float(second), requests=second))
-    bins = metrics.bins(5000.0, 3600, None)
-    assert (bins.time[0], len(bins.time)) == (5000 // 15 * 15 - 3600, 240)
-    assert sum(bins.counts["requests"]) == 4995 - 1400
 
 
 def test_clock_set_back_shifts_the_history_once():

@@ -202,14 +202,6 @@ def watch(settings, registry, engine, events, *rollouts, until=None, unreadable=
     return watcher
 
 
-def test_new_version_is_swapped_in_and_reported(settings, registry):
-    engine, events = ScriptedEngine(), RecordingEvents()
-    watcher = watch(settings, registry, engine, events, at(1), at(3))
-    assert engine.staged == [3]
-    assert events.events == [("swapped", 3)]
-    assert watcher.rejected == 0
-
-
 @pytest.mark.parametrize(
     ("rollouts", "measure", "references"),
     [

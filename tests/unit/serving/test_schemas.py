@@ -82,7 +82,7 @@ OUT_OF_RANGE = {
     "seed": [2**63],
     "stop": [["a", "b", "c", "d", "e"], "", [""]],
     "stream": ["yes"],
-    "store": [1, "false"],
+    "store": [0, 1, "", "false", [], {}],
     "model": [5],
 }
 

@@ -38,10 +38,10 @@ def thinking(service):
     return service
 
 
-def says(service, *pieces, finish="stop"):
+def says(service, *pieces):
     last = len(pieces) - 1
     service.script = lambda request: [
-        Update(request.id, (97,), piece, finish if index == last else None, SpeculationCounts())
+        Update(request.id, (97,), piece, "stop" if index == last else None, SpeculationCounts())
         for index, piece in enumerate(pieces)
     ]
 
@@ -79,18 +79,6 @@ def test_marks_are_those_of_the_template():
     assert thinking_marks(CHAT_TEMPLATE) is None
 
 
-def test_answer_has_thinking_in_its_own_field(client, thinking):
-    says(thinking, "<think>why</th", "ink>42")
-    (choice,) = client.post("/v1/chat/completions", json=CHAT).json()["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "42", "reasoning_content": "why"}
-
-
-def test_answer_that_ends_while_thinking_has_no_content(client, thinking):
-    says(thinking, "<think>why", finish="length")
-    (choice,) = client.post("/v1/chat/completions", json=CHAT).json()["choices"]
-    assert choice["message"] == {"role": "assistant", "content": None, "reasoning_content": "why"}
-
-
 def test_stream_has_thinking_in_its_own_field(client, thinking):
     says(thinking, "<think>w", "hy</think>4", "2")
     events = events_of(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
@@ -115,13 +103,6 @@ def test_stream_and_answer_have_the_same_thinking(client, thinking, fast, prompt
         deltas = [event["choices"][0]["delta"] for event in events]
         for name in ("reasoning_content", "content"):
             assert "".join(delta.get(name, "") for delta in deltas) == (message[name] or "")
-
-
-def test_prompt_that_begins_thinking_is_recognised(client, thinking):
-    says(thinking, "why</think>42")
-    messages = [{"role": "user", "content": "x <think>"}]
-    (choice,) = client.post("/v1/chat/completions", json={"messages": messages}).json()["choices"]
-    assert choice["message"]["reasoning_content"] == "why"
 
 
 def test_usage_counts_the_tokens_of_thinking(client, thinking):
