@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from osd.capture.server import RedisServer
-from osd.config import Settings
 from tests.up import Up, starting
 
 
@@ -31,15 +29,3 @@ def server() -> Iterator[RedisServer]:
     """Redis for one test."""
     with RedisServer(64) as server:
         yield server
-
-
-@pytest.fixture
-def replica_settings(tiny_target: Path, tmp_path: Path) -> Settings:
-    """Settings of a small replica."""
-    return Settings(
-        home=tmp_path / "home",
-        target={"source": str(tiny_target), "dtype": "float32"},
-        drafter={"kind": "language_model", "layers": 1},
-        engine={"slots": 2, "context": 256, "threads": 1},
-        capture={"max_queue": 4},
-    )  # type: ignore[arg-type]
