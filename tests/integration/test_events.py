@@ -64,14 +64,13 @@ def test_event_lists_are_bounded_and_steps_keep_a_swap(
     assert sum(redis_client.llen(key) for key in redis_client.keys("osd:events*")) == 6
 
 
-def test_event_of_an_unknown_kind_is_refused(events: Events):
-    with pytest.raises(ValueError, match=r"^event kind 'exploded': must be one of published, rejected"):
-        events.add("exploded", "code")  # pyright: ignore[reportArgumentType]
-
-
-def test_event_figure_named_time_is_refused(events: Events):
-    with pytest.raises(ValueError, match=r"^event figure 'time'"):
-        events.add("swapped", "code", 1, time=3.0)
+@pytest.mark.parametrize(("kind", "figures", "reason"), [
+    ("exploded", {}, "^event kind 'exploded': must be one of published, rejected"),
+    ("swapped", {"time": 3.0}, "^event figure 'time'"),
+])  # fmt: skip
+def test_invalid_event_is_refused(events: Events, kind, figures, reason):
+    with pytest.raises(ValueError, match=reason):
+        events.add(kind, "code", 1, **figures)
 
 
 def test_invalid_event_list_in_redis_is_an_error(events: Events, redis_client: redis.Redis):

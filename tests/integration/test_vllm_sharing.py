@@ -72,14 +72,6 @@ def test_process_drafts_from_tokens_of_another_process(redis_url, process):
     assert first.memory.used() == 0, "it skips its own tokens"
 
 
-def test_new_process_learns_the_stream(redis_url, process):
-    first = process(redis_url)
-    first.sharing.share(1, [5], TOKENS)
-    first.sharing.close()
-    new = process(redis_url)
-    wait_until(lambda: new.knows(TOKENS[:4]) == [TOKENS[4]])
-
-
 def test_other_formats_and_invalid_entries_are_skipped(redis_url, redis_client, process):
     first, second, stranger = process(redis_url), process(redis_url), process(redis_url, "two")
     for content in (b"", b"abc", b"\xff" * 4000):

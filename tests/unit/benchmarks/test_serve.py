@@ -114,17 +114,14 @@ def test_start_measures_time_and_memory_of_a_replica(tiny_target: Path, tmp_path
 
 
 @pytest.mark.usefixtures("up")
-def test_start_reports_slots_that_cannot_be_filled(tiny_target: Path, tmp_path: Path):
-    result = started(tiny_target, tmp_path, "engine.context=65", "engine.slots=3")
+@pytest.mark.parametrize(("setting", "reason"), [
+    ("engine.context=65", "the service answers 400 to 3 of 3 requests that fill its slots"),
+    ("redis_url=redis://127.0.0.1:1/0", "osd up ended: redis_url: cannot connect"),
+])  # fmt: skip
+def test_start_that_fails_is_one_sentence(tiny_target: Path, tmp_path: Path, setting: str, reason: str):
+    result = started(tiny_target, tmp_path, setting, "engine.slots=3")
     assert result.exit_code == 2
-    assert result.stderr == "osd: the service answers 400 to 3 of 3 requests that fill its slots\n"
-
-
-@pytest.mark.usefixtures("up")
-def test_start_of_a_failing_service_is_one_sentence(tiny_target: Path, tmp_path: Path):
-    result = started(tiny_target, tmp_path, "redis_url=redis://127.0.0.1:1/0")
-    assert result.exit_code == 2
-    assert result.stderr == "osd: osd up ended: redis_url: cannot connect\n"
+    assert result.stderr == f"osd: {reason}\n"
 
 
 def test_weight_and_kv_bytes_match_the_target(tiny_target: Path, tmp_path: Path):

@@ -19,7 +19,7 @@ from osd.economy.costs import CostModel
 from osd.economy.plan import TokenRates
 from osd.engine import loop
 from osd.recall.memory import DraftNodes, DraftQuery
-from tests.unit.engine.harness import Oracle, make_drafter, prompts, running
+from tests.unit.engine.harness import make_drafter, prompts, running
 
 
 def mixed(kind: str, directory: Path) -> Mixed:
@@ -98,21 +98,3 @@ def test_call_cost_includes_the_second_recall_draft(target_dir: Path, monkeypatc
         client.wait()
         costs: Any = client.engine.loop.planner.costs
     assert costs.proposal("chains of eagle", 1, 2) > slow
-
-
-def test_swap_of_a_mixed_drafter_keeps_recall(target_dir: Path, oracle: Oracle) -> None:
-    first, second = mixed("eagle", target_dir), make_drafter("eagle", target_dir)
-    prompt = prompts([9], seed=4)[0]
-    with running(target_dir, drafter=first, growth=BestFirstSettings(governed=False)) as client:
-        client.submit("before", prompt, 40, ignore_eos=True, capture=True)
-        client.wait()
-        known = sum(table.used() for table in client.engine.pool.memories("general").tables)
-        client.engine.drafters("general").stage(2, second.weights(), Mixed(second))
-        client.swapped_to(2)
-        client.submit("after", prompt, 40, ignore_eos=True, capture=True)
-        results = client.wait()
-        assert sum(table.used() for table in client.engine.pool.memories("general").tables) >= known > 0
-        assert ("general", 2) in client.engine.counters().by_version
-    assert results["before"].tokens == results["after"].tokens == oracle.greedy(prompt, 40)
-    assert "recall" not in results["before"].counts.by_source
-    assert results["after"].counts.by_source["recall"].accepted > 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, GrowthSettings
+from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.recall.memories import Memories
 from osd.recall.memory import Observation
@@ -120,17 +121,19 @@ def test_domains_do_not_share_recall(target_dir: Path) -> None:
     assert accepted["again"] > accepted["code"] == accepted["general"]
 
 
-def test_change_of_drafter_kind_keeps_recall(target_dir: Path) -> None:
-    trained = make_drafter("language_model", target_dir)
+def test_change_of_drafter_kind_or_weights_keeps_recall(target_dir: Path) -> None:
+    first, second = (make_drafter("language_model", target_dir) for _ in range(2))
     with running(target_dir, drafter=Recall(), growth=BestFirstSettings(governed=False)) as client:
         client.ask(prompts(LENGTHS), 24, capture=True)
         pool, before = client.engine.pool, used(client)
-        for version, weights, drafter in ((2, trained.weights(), trained), (3, {}, Recall())):
-            pool.stage("general", version, weights, drafter)
+        for version, drafter in enumerate((first, Recall(), Mixed(first), Mixed(second)), 2):
+            pool.stage("general", version, drafter.weights(), drafter)
             client.submit(f"by {version}", [1, 2, 3], 8, ignore_eos=True)
             client.wait()
             assert (client.engine.drafter_version, pool.default.kind) == (version, drafter.kind)
         assert used(client) == before > 0
+        client.ask(prompts(LENGTHS), 24, "again {}")
+        assert client.engine.counters().by_version["general", version].by_source["recall"].accepted > 0
 
 
 def test_recall_table_shrinks_when_memory_is_short(

@@ -56,23 +56,18 @@ def test_token_sources_add_up_to_the_counts(target_dir: Path, kind: str, samplin
 def test_token_sources_are_reported_on_request(target_dir: Path) -> None:
     prompt = prompts([9], seed=8)[0]
     with running(target_dir, "eagle") as client:
+        form = client.engine.grammars.compile("regex", "abcdef")
         client.submit("silent", prompt, 12, ignore_eos=True)
         client.submit("plain", prompt, 12, ignore_eos=True, speculate=False, sources=True)
+        client.submit("forced", prompt, 12, sources=True, grammar=form)
         results = client.wait()
     assert results["silent"].sources == []
     assert results["plain"].sources == [TARGET] * 12
-
-
-def test_forced_tokens_have_the_grammar_as_source(target_dir: Path) -> None:
-    prompt = prompts([9], seed=8)[0]
-    with running(target_dir, "eagle") as client:
-        form = client.engine.grammars.compile("regex", "abcdef")
-        client.submit("r", prompt, 12, sources=True, grammar=form)
-        result = client.wait()["r"]
-    assert result.text == "abcdef"
-    drafted = Counter(result.sources) - Counter({TARGET: len(result.tokens)})
+    forced = results["forced"]
+    assert forced.text == "abcdef"
+    drafted = Counter(forced.sources) - Counter({TARGET: len(forced.tokens)})
     assert set(drafted) == {"grammar"}
-    assert drafted == accepted(result)
+    assert drafted == accepted(forced)
 
 
 def test_step_ends_with_a_token_of_the_target(target_dir: Path) -> None:

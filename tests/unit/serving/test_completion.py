@@ -99,16 +99,12 @@ def test_fields_incompatible_with_lossy_are_400(client, lossy_service, more, par
     assert not lossy_service.submitted
 
 
-def test_completion_control_is_off_by_default(client, controlled_service):
-    body = client.post("/v1/completions", json={"prompt": "hi"}).json()
-    assert controlled_service.submitted[0].controller is None
-    assert "completion" not in body["metrics"]
-
-
 def test_only_text_completion_prompts_are_completed_text(client, service):
-    client.post("/v1/completions", json={"prompt": "hi"})
+    body = client.post("/v1/completions", json={"prompt": "hi"}).json()
     client.post("/v1/chat/completions", json=CHAT)
     assert [request.completes for request in service.submitted] == [True, False]
+    assert service.submitted[0].controller is None
+    assert "completion" not in body["metrics"], "control of completions is off by default"
 
 
 @pytest.mark.parametrize(

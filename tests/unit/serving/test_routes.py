@@ -101,16 +101,11 @@ def test_request_sets_growth_and_verification(client, service):
     assert same is rule_only  # equal policies are the same object, so that they share a batch
 
 
-def test_request_can_turn_drafting_off(client, service):
-    for osd in ({"speculate": False}, {"speculate": True}, {"speculate": None}, {}, None):
+def test_request_can_turn_drafting_off_and_name_a_domain(client, service):
+    for osd in ({"speculate": False}, {"speculate": None}, {"domain": "code-2"}, {}, None):
         assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
-    assert [request.speculate for request in service.submitted] == [False, True, True, True, True]
-
-
-def test_request_domain_is_passed_on_or_left_to_detection(client, service):
-    for osd in ({"domain": "code-2"}, {"verification": "naive"}, None):
-        assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
-    assert [request.domain for request in service.submitted] == ["code-2", None, None]
+    passed = [(request.speculate, request.domain) for request in service.submitted]
+    assert passed == [(False, None), (True, None), (True, "code-2"), (True, None), (True, None)]
 
 
 @pytest.mark.parametrize(
