@@ -36,6 +36,14 @@ def run_cli(*arguments: object, home: Path | None = None, redis_url: str | None 
     return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
 
 
+def imports_of(*arguments: object, **environment: str) -> tuple[str, set[str]]:
+    """Run the command in a new process; return its output and the modules that it imported."""
+    code = "import sys\nfrom osd.cli import main\ntry:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    return done.stdout, set(done.stderr.split())
+
+
 def purge(request: str, home: Path, redis_url: str, codes: tuple[int, ...] = (0,)) -> str:
     """Purge a request and return the output of the command."""
     result = run_cli("traces", "purge", "--request", request, home=home, redis_url=redis_url)

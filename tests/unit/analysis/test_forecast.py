@@ -148,10 +148,6 @@ def test_prediction_a_decade_beyond_the_points_is_allowed(forecaster, parameters
     assert forecaster.predict(parameters, tokens).expected.divergence > 0
 
 
-def test_parameters_follow_from_the_layers(forecaster):
-    assert forecaster.parameters_of(3) == 6_000_000
-
-
 def test_equal_points_give_equal_intervals(forecaster):
     again = Forecaster(points(noise=0.002))
     assert again.predict(6_000_000, 6000) == forecaster.predict(6_000_000, 6000)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -16,22 +14,18 @@ from osd.drafting.eagle.drafter import Eagle
 from osd.registry.versions import Registry
 from osd.running import announce, find, lock
 from osd.target.model import load_model
-from tests.command import refusal, run_cli
+from tests.command import imports_of, refusal, run_cli
 from tests.http_servers import answering
 
 VLLM = {"kind": "vllm", "vllm": {"python": "/python"}}
 
 
 def test_help_imports_no_heavy_package():
-    script = (
-        "import sys\nsys.argv = ['osd', '--help']\nfrom osd.cli import main\n"
-        "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    output, imported = imports_of("--help")
     for command in ("up", "demo", "replay", "chat", "drafters", "bench", "analyze"):
-        assert command in done.stdout
+        assert command in output
     heavy = {"torch", "transformers", "ray", "numpy", "redis", "fastapi", "scipy", "safetensors", "msgspec", "httpx2"}
-    assert heavy.isdisjoint(done.stderr.split())
+    assert heavy.isdisjoint(imported)
 
 
 @pytest.mark.parametrize("command", [["up"], ["demo"], ["replay", "stdlib", "--rate", "1"], ["chat"]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -15,6 +13,7 @@ from osd.cli.app import app
 from osd.cli.common import CommandError
 from osd.cli.offered import Command, Group, offered
 from osd.cli.report import say
+from tests.command import imports_of
 
 
 def test_offered_commands_exist_with_the_listed_help():
@@ -26,15 +25,11 @@ def test_offered_commands_exist_with_the_listed_help():
 
 
 def test_bench_help_lists_commands_without_their_modules():
-    script = (
-        "import sys\nsys.argv = ['osd', 'bench', '--help']\nfrom osd.cli import main\n"
-        "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
+    output, imported = imports_of("bench", "--help")
+    lines = output.splitlines()
     assert lines.index("The engine:") < lines.index("The service:")
     assert any(line.split()[:1] == ["decode"] for line in lines)
-    assert {"torch", "benchmarks.engine.decode"}.isdisjoint(done.stderr.split())
+    assert {"torch", "benchmarks.engine.decode"}.isdisjoint(imported)
 
 
 def runner(monkeypatch: pytest.MonkeyPatch, *commands: Command) -> typer.Typer:

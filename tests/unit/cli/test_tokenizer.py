@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
-from tests.command import refusal, run_cli
+from tests.command import imports_of, refusal, run_cli
 from tests.unit.analysis.tokenizers_of import byte_level, saved
 
 
@@ -96,10 +94,5 @@ def test_invalid_input_prints_one_line_and_writes_no_file(target, prompts, tmp_p
 
 
 def test_tokenizer_analysis_loads_no_models(target, prompts, tmp_path):
-    script = (
-        "import sys\nsys.argv = ['osd', 'analyze', 'tokenizer', *sys.argv[1:]]\nfrom osd.cli import main\n"
-        "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
-    )
-    command = [sys.executable, "-c", script, str(target), "--prompts", str(prompts)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"OSD_HOME": str(tmp_path)})
-    assert {"torch", "transformers", "ray", "redis"}.isdisjoint(done.stderr.split())
+    _, imported = imports_of("analyze", "tokenizer", target, "--prompts", prompts, OSD_HOME=str(tmp_path))
+    assert {"torch", "transformers", "ray", "redis"}.isdisjoint(imported)

@@ -62,21 +62,14 @@ def test_resume_equals_the_whole_forward(family: str, bucketed: bool, trees: dic
     same_cache(cut, whole, exact)
 
 
-def test_resume_of_all_rows_runs_only_later_layers() -> None:
+@pytest.mark.parametrize("first", [0, 2])
+def test_resume_of_all_rows_runs_later_layers_once(first: int) -> None:
     whole, cut = made("llama", False), made("llama", False)
     rows, wanted = rows_of(PARTS), torch.tensor([3])
-    early = resumed_rows(cut, rows, {2: list(range(COUNT))})
+    early = resumed_rows(cut, rows, {first: list(range(COUNT))})
     runs = counted(cut)
-    result = resume(cut, rows, wanted, early)
-    assert {layer for layer, _, _ in runs} == {2}
-    equal(result.logits, whole.forward(rows, wanted).logits, True)
-
-
-def test_resume_without_resumed_rows_is_one_forward() -> None:
-    whole, cut = made("llama", False), made("llama", False)
-    rows, wanted = rows_of(PARTS), torch.tensor([3])
-    runs = counted(cut)
-    equal(resume(cut, rows, wanted, []).logits, whole.forward(rows, wanted).logits, True)
+    equal(resume(cut, rows, wanted, early).logits, whole.forward(rows, wanted).logits, True)
+    assert {layer for layer, _, _ in runs} == {*range(first, LAYERS)}
     assert set(runs.values()) == {1}
 
 

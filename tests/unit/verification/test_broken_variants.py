@@ -19,6 +19,7 @@ from tests.unit.verification.enumeration import ForkingNoise, Toy, as_if, larges
 PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)])
 TOP_PAIR = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.DETERMINISTIC)
 TWINS = GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.IID)
+TOP = GROWTHS["static_tree"](paths=[(0,)], draw=Draw.DETERMINISTIC)
 CHAIN = GROWTHS["chain"](2)
 Spoil = Callable[[DraftBatch], DraftBatch]
 Outcome = tuple[DraftBatch, Verdict]
@@ -36,37 +37,41 @@ def keep(draft: DraftBatch, count: Tensor) -> DraftBatch:
     return replace(draft, sizes=count)
 
 
-@pytest.mark.parametrize("rule", ["siblings", "traversal"])
-def test_siblings_as_drawn_pass(rule: str) -> None:
-    assert error(PAIR, rule, lambda draft: draft) < 1e-9
+def most_probable_first(draft: DraftBatch) -> DraftBatch:
+    return reorder(draft, draft.shares().argsort(1, descending=True))
 
 
-@pytest.mark.parametrize("rule", ["siblings", "traversal"])
-def test_siblings_in_reverse_order_are_caught(rule: str) -> None:
-    assert error(PAIR, rule, lambda draft: reorder(draft, torch.tensor([[1, 0]]).expand_as(draft.tokens))) > 1e-3
+def as_drawn(draft: DraftBatch) -> DraftBatch:
+    return draft
 
 
-@pytest.mark.parametrize("rule", ["siblings", "traversal"])
-def test_siblings_sorted_by_probability_are_caught(rule: str) -> None:
-    assert error(PAIR, rule, lambda draft: reorder(draft, draft.shares().argsort(1, descending=True))) > 1e-3
+SIBLINGS = "siblings traversal"
+MISTAKES: dict[str, tuple[Growth, str, Spoil]] = {
+    "siblings in reverse order": (
+        PAIR,
+        SIBLINGS,
+        lambda draft: reorder(draft, 1 - torch.arange(2).expand_as(draft.tokens)),
+    ),
+    "siblings sorted by probability": (PAIR, SIBLINGS, most_probable_first),
+    "less probable sibling dropped": (PAIR, SIBLINGS, lambda draft: keep(most_probable_first(draft), draft.sizes // 2)),
+    "draws without replacement as iid": (PAIR, f"{SIBLINGS} k_seq", lambda draft: as_if(draft, Draw.IID)),
+    "most probable siblings as draws": (TOP_PAIR, SIBLINGS, lambda draft: as_if(draft, Draw.WITHOUT_REPLACEMENT)),
+    "duplicate sibling dropped": (
+        TWINS,
+        f"{SIBLINGS} k_seq",
+        lambda draft: keep(draft, 1 + (draft.tokens[:, 0] != draft.tokens[:, 1]).long()),
+    ),
+    "most probable token as a draw": (TOP, "chain block", as_drawn),
+    "no drawn child": (TOP_PAIR, "greedy_multidraft", as_drawn),
+}
 
 
-@pytest.mark.parametrize("rule", ["siblings", "traversal", "k_seq"])
-def test_draws_without_replacement_as_iid_are_caught(rule: str) -> None:
-    assert error(PAIR, rule, lambda draft: as_if(draft, Draw.IID)) > 1e-3
-
-
-@pytest.mark.parametrize("rule", ["siblings", "traversal"])
-def test_most_probable_siblings_as_draws_are_caught(rule: str) -> None:
-    assert error(TOP_PAIR, rule, lambda draft: as_if(draft, Draw.WITHOUT_REPLACEMENT)) > 1e-3
-
-
-@pytest.mark.parametrize("rule", ["siblings", "traversal"])
-def test_dropped_less_probable_sibling_is_caught(rule: str) -> None:
-    def drop(draft: DraftBatch) -> DraftBatch:
-        return keep(reorder(draft, draft.shares().argsort(1, descending=True)), torch.ones_like(draft.sizes))
-
-    assert error(PAIR, rule, drop) > 1e-3
+@pytest.mark.parametrize(
+    ("mistake", "rule"), [(name, rule) for name, (_, rules, _) in MISTAKES.items() for rule in rules.split()]
+)
+def test_mistake_is_caught(mistake: str, rule: str) -> None:
+    growth, _, spoil = MISTAKES[mistake]
+    assert error(growth, rule, spoil) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["chain", "block"])
@@ -93,10 +98,6 @@ def test_width_that_depends_on_the_first_token_is_caught() -> None:
     assert error(TWINS, "k_seq", adapt) > 1e-3
     assert error(PAIR, "siblings", adapt) < 1e-9
     assert error(PAIR, "greedy_multidraft", adapt) > 1e-3
-
-
-def test_greedy_multidraft_without_drawn_child_is_caught() -> None:
-    assert error(TOP_PAIR, "greedy_multidraft", lambda draft: draft) > 1e-3
 
 
 class Shared(ForkingNoise):
@@ -142,14 +143,6 @@ def test_iid_draws_as_without_replacement_are_caught(rule: str) -> None:
     assert error(TWINS, rule, lambda draft: as_if(draft, Draw.WITHOUT_REPLACEMENT)) > 1e-3
 
 
-@pytest.mark.parametrize("rule", ["siblings", "traversal", "k_seq"])
-def test_dropped_duplicate_sibling_is_caught(rule: str) -> None:
-    def merge(draft: DraftBatch) -> DraftBatch:
-        return keep(draft, 1 + (draft.tokens[:, 0] != draft.tokens[:, 1]).long())
-
-    assert error(TWINS, rule, merge) > 1e-3
-
-
 def test_rare_pruning_is_caught() -> None:
     assert 1e-4 < error(PAIR, "siblings", lambda draft: keep(draft, 2 - (draft.shares()[:, 1] < 0.04).long())) < 0.05
 
@@ -169,12 +162,6 @@ READS_Q = {
 def test_q_rounded_after_the_draw_is_caught(rule: str) -> None:
     assert error(READS_Q[rule], rule, lambda draft: draft) < 1e-9
     assert error(READS_Q[rule], rule, lambda draft: replace(draft, q=draft.q.bfloat16().double())) > 1e-5
-
-
-@pytest.mark.parametrize("rule", ["chain", "block"])
-def test_most_probable_token_as_a_draw_is_caught(rule: str) -> None:
-    argmax = GROWTHS["static_tree"](paths=[(0,)], draw=Draw.DETERMINISTIC)
-    assert error(argmax, rule, lambda draft: draft) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["chain", "block"])
