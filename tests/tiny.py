@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -24,24 +25,15 @@ CHAT_TEMPLATE = (
 """Chat template with tools in the format of Hermes."""
 
 
-def make_tiny(directory: Path, *, seed: int = 0, layers: int = 4, sharpness: float = 4.0) -> Path:
+def make_tiny(directory: Path, *, seed: int = 0, layers: int = 4, sharpness: float = 4.0, **config: Any) -> Path:
     """Write a Llama with ``layers`` layers to ``directory``; ``sharpness`` scales its logits."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=258,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "bos_token_id": 256,
+        "eos_token_id": 257, "pad_token_id": 258, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes | config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

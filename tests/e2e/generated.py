@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from pydantic.json_schema import models_json_schema
@@ -322,3 +324,17 @@ def broken(draw: st.DrawFn) -> Sent:
         case _:
             data = draw(st.binary(min_size=1, max_size=200))
     return Sent(data, end)
+
+
+def for_each_request(count: int, use: Callable[[Sent], None]) -> None:
+    """Call ``use`` with ``count`` requests, the same in each run and most of them whole."""
+
+    @settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(sent=st.one_of([whole()] * 4 + [broken()]))
+    def run(sent: Sent) -> None:
+        use(sent)
+
+    run()

@@ -9,10 +9,8 @@ import socket
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
-from tests.e2e.generated import broken, whole
+from tests.e2e.generated import for_each_request
 from tests.waiting import HANG_SECONDS
 
 EXPECTED_ERRORS = {503, 504}
@@ -70,15 +68,6 @@ def flood(service, count):
     """Send ``count`` generated requests; return the number of answers by status, with None for no answer."""
     seen = Counter()
 
-    @settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(sent=st.one_of([whole()] * 4 + [broken()]))
     def send(sent):
         received = answers(service, sent)
         assert received or sent.end != "wait", "no answer"
@@ -88,7 +77,7 @@ def flood(service, count):
         if not received:
             seen[None] += 1
 
-    send()
+    for_each_request(count, send)
     return seen
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers.roster import PeerModels
 from benchmarks.vllm.exports import FOLLOWING
@@ -16,7 +15,7 @@ from osd.drafting.eagle.drafter import Eagle
 from osd.registry.pointer_file import PointerFiles, Rollout
 from osd.registry.versions import Registry
 from osd.target.model import load_model
-from tests.tiny import tokenizer
+from tests.tiny import make_tiny
 from tests.vllm.environment import interpreter, variables
 
 DEPTH = 3
@@ -27,7 +26,8 @@ class VllmWorld:
 
     def __init__(self, home: Path) -> None:
         self.home, self.target, self.export = home, home / "target", home / "export"
-        _make_target(self.target)
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+        make_tiny(self.target, layers=6, vocab_size=320, tie_word_embeddings=False, **heads)
         model = load_model(self.target, "float32", "cpu")
         drafter = Eagle.from_target(model, 200)
         self.taps = drafter.shape.taps
@@ -59,32 +59,6 @@ class VllmWorld:
             {"method": "eagle3", "model": str(self.export), "num_speculative_tokens": DEPTH},
             [*FOLLOWING, "--enable-prefix-caching", *chunks],
         )
-
-
-def _make_target(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=258,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.08)
-        model.model.norm.weight.fill_(4.0)
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
