@@ -43,6 +43,8 @@ from tests.waiting import HANG_SECONDS, background, wait_until
 MINUTES = float(os.environ.get("OSD_TEST_MINUTES", "3"))
 LONG_MINUTES = 30
 BLOCK_SECONDS, PAUSE_SECONDS = 15, 3
+SETTLE_SECONDS = 75 if MINUTES >= LONG_MINUTES else 15
+"""Time until requests that had to wait are answered, and in long runs until freed memory is given back."""
 GENERATED_REQUESTS = 500
 FORMS = 60
 """Forms that fill the caches of both replicas."""
@@ -198,7 +200,7 @@ def percentile(values: list[float], share: float) -> float:
 def memory_of(up: Up) -> dict[int, int]:
     """Return the resident bytes of each process when all slots and caches are full."""
     fill(up)
-    time.sleep(BLOCK_SECONDS)  # until the requests that had to wait are answered
+    time.sleep(SETTLE_SECONDS)
     return {process.pid: process.memory_info().rss for kind in PROCESSES for process in up.workers(kind)}
 
 
