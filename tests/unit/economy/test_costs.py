@@ -48,6 +48,16 @@ def test_measurement_of_zero_seconds_is_ignored() -> None:
     assert costs.step(1) == pytest.approx(12, rel=1e-3)
 
 
+def test_slower_machine_slows_all_sizes() -> None:
+    costs = CostModel({1: 10.0, 2: 11.0, 4: 13.0, 8: 17.0, 16: 25.0})
+    for _ in range(100):
+        costs.observe_forward(8, 34.0)
+    assert costs.forward(1) == pytest.approx(20.0, rel=0.1)
+    for _ in range(5):
+        costs.observe_forward(1, 20.0)
+    assert costs.forward(1) == pytest.approx(20.0, rel=0.03)
+
+
 def test_size_that_was_slow_once_is_used_again() -> None:
     """Another process uses a core while 8 rows are measured; later only small forwards are measured."""
     costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 20.0})
