@@ -58,7 +58,7 @@ class Learning(Assembly):
         from deploy.upstream_dashboard import UpstreamDashboard
         from trainer.actor import Trainer
 
-        directory = target_directory(settings, self._report)
+        directory = target_directory(settings, self._report, runs_here=not self._capture)
         prepare(settings, self.redis_url, directory, self._report)
         dashboard = UpstreamDashboard(settings, self.redis_url, directory, self._live)
         self._ends.callback(dashboard.close)

@@ -30,25 +30,34 @@ def prepare(
 ) -> None:
     """Prepare all that replicas need at their start; ``report`` is called with each slow step.
 
-    If a version is in service, no model is read and no modelling code is imported.
+    If a version is in service, no model is read and no modelling code is imported. With ``engine.kind=vllm`` vLLM
+    checks the target, except for the sizes that a drafter needs.
 
     Raises:
         ConfigError: the settings do not fit the target in the directory ``target``.
+        osd.target.files.TargetError: the target lacks a size that a drafter needs.
     """
-    check_memory(settings, target)
-    check_attention(settings, target)
-    check_division(settings, target)
+    if settings.engine.kind == "osd":
+        check_memory(settings, target)
+        check_attention(settings, target)
+        check_division(settings, target)
+    elif settings.drafts:
+        from osd.target.ends import check_sizes
+
+        check_sizes(target)
     if settings.drafts:
         ensure_version(settings, redis_url, target, report)
 
 
 def check_rules(settings: Settings) -> None:
-    """Refuse incompatible rules of drafting, verification and arithmetic.
+    """Refuse incompatible rules of drafting, verification and arithmetic, unless vLLM is the engine.
 
     Raises:
         ConfigError: verification would bias the drafts of growth, a draft is larger than the room in a slot, or this
             machine does not support the weights.
     """
+    if settings.engine.kind == "vllm":
+        return
     try:
         if settings.target.weights != "full":
             eight_bits.check(settings.target.weights, pick_device(settings.target.device).type == "cuda")

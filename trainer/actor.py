@@ -227,7 +227,7 @@ def open_target(settings: Settings, executor: Executor | None = None) -> TargetC
     from osd.target.load import target_directory
     from trainer.executor import Executor, TargetContext
 
-    directory = target_directory(settings)
+    directory = target_directory(settings, runs_here=False)
     config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
 
     device = pick_device(settings.trainer.device)

@@ -1,4 +1,7 @@
-"""Check of a model for ``osd doctor MODEL``: files, architecture, tokenizer, and a forward against transformers."""
+"""Check of a model for ``osd doctor MODEL``: files, architecture, tokenizer, and a forward against transformers.
+
+With ``engine.kind=vllm`` it checks the files and what a drafter needs, because vLLM checks the rest at its start.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from deploy.doctor.findings import Finding
 from osd.config import Settings, TargetSettings
 from osd.runtime.model import SlotModel, runs_own_code
 from osd.target.comparison import check_forward
+from osd.target.ends import check_sizes, load_ends
 from osd.target.files import TargetError
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model, load_served
@@ -26,7 +30,13 @@ def model_findings(settings: Settings, source: str) -> Iterator[Finding]:
     check = "files"
     try:
         directory = target_directory(settings.model_copy(update={"target": target}))
-        yield Finding(check, "ok", _describe_files(directory))
+        if settings.engine.kind == "vllm":
+            yield Finding(check, "ok", f"{_describe_files(directory)}; vLLM checks the architecture at its start")
+            if settings.drafts:
+                check = "drafter"
+                yield Finding(check, "ok", _describe_ends(directory))
+            return
+        yield Finding(check, "ok", f"{_describe_files(directory)}; osd supports the architecture")
         check = "tokenizer"
         yield Finding(check, "ok", _describe_tokenizer(directory))
         check = "forward"
@@ -38,7 +48,14 @@ def model_findings(settings: Settings, source: str) -> Iterator[Finding]:
 def _describe_files(directory: Path) -> str:
     files = list(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    return f"safetensors: {len(files)}, {size / (1 << 20):,.0f} MiB; osd supports the architecture"
+    return f"safetensors: {len(files)}, {size / (1 << 20):,.0f} MiB"
+
+
+def _describe_ends(directory: Path) -> str:
+    load_ends(directory)
+    config = check_sizes(directory)
+    sizes = f"{config.num_hidden_layers} layers of {config.hidden_size:,} numbers, {config.vocab_size:,} tokens"
+    return f"embedding and head can be read: {sizes}"
 
 
 def _describe_tokenizer(directory: Path) -> str:

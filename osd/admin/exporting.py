@@ -56,7 +56,7 @@ def export(settings: Settings, version: int, form: str, folder: Path) -> Version
         EXPORT_ERRORS: the version cannot be read, or the directory cannot be written.
     """
     loaded = Registry(storage_of(settings)).load(settings.domain, version)
-    target = target_directory(settings)
+    target = target_directory(settings, runs_here=False)
     drafter = drafting.trainable(drafting.from_config(without_head(loaded.config), target))
     drafter.load_weights(loaded.weights)
     source, folder, depth = settings.target.source, folder.absolute(), settings.growth.lookahead

@@ -209,7 +209,7 @@ def import_drafter(
 
     _hide_progress_bars()
     try:
-        target = target_directory(settings)
+        target = target_directory(settings, runs_here=False)
         name, drafter = formats.read(directory.absolute(), target)
         manifest = {"parent": None, "trained_on": {}, "imported": {"format": name, "directory": directory.name}}
         registry, audit = Registry(storage_of(settings)), AuditLog(settings.home_dir)

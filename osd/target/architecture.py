@@ -6,11 +6,12 @@ with another state, or attention that does not go through the interface of trans
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from osd.runtime.decoder import fixed_up_to
-from osd.target.files import TargetError, one_line
+from osd.target.files import TargetError, one_line, quantisation
 from osd.target.llama import read_config
 from osd.target.model import auto_config, on_meta
 
@@ -28,6 +29,14 @@ def check_architecture(directory: Path, source: str) -> None:
     name, reason = _obstacle(directory)
     if reason:
         raise TargetError(f"target.source: {source} is a {name}, which osd does not support: {reason}")
+
+
+def is_supported(directory: Path) -> bool:
+    """Return whether our engine can run the model of a directory: the weights are plain, and the layers are known."""
+    if read_config(directory) is not None:
+        return True
+    fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return not quantisation(fields) and not _obstacle(directory)[1]
 
 
 def check_context(directory: Path, context: int) -> None:

@@ -21,19 +21,32 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def check_files(directory: Path, source: str) -> None:
-    """Check configuration and weights of a directory; ``source`` is its name in messages.
+def check_files(directory: Path, source: str, runs_here: bool = True) -> None:
+    """Check configuration and weights of a directory.
+
+    Args:
+        directory: the directory.
+        source: its name in messages.
+        runs_here: whether our own engine runs the model; another engine reads more kinds of models and weights.
 
     Raises:
-        TargetError: a file is missing, damaged or of another kind, or the weights are quantised.
+        TargetError: a file is missing or damaged; with ``runs_here`` also for a model of another kind, or that is
+            quantised.
     """
     config = _read(directory, source)
-    quantised = config.get("quantization_config") or {}
-    if quantised:
-        method = quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
-        raise TargetError(f"target.source: {source} is quantised by {method}, which osd does not read: {_ADVICE}")
-    _check_kind(config, source)
+    if runs_here:
+        if method := quantisation(config):
+            raise TargetError(f"target.source: {source} is quantised by {method}, which osd does not read: {_ADVICE}")
+        _check_kind(config, source)
     _check_weights(directory, source)
+
+
+def quantisation(config: dict[str, Any]) -> str:
+    """Return the method that quantised the weights of a model with these fields in ``config.json``, "" for none."""
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return ""
+    return str(quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised)
 
 
 def _read(directory: Path, source: str) -> dict[str, Any]:

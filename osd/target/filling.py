@@ -73,6 +73,16 @@ def layer_by_layer(model: nn.Module, directory: Path, dtype: torch.dtype) -> Gen
         yield
 
 
+def read_shapes(directory: Path) -> dict[str, list[int]]:
+    """Return the shapes of all tensors in a directory's files by their name."""
+    return _read(directory, (), None)[0]
+
+
+def read_tensors(directory: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Return the tensors called ``names`` of a directory's files, in their dtype."""
+    return _read(directory, names, None)[1]
+
+
 def _read(
     directory: Path, names: Collection[str], dtype: torch.dtype | None
 ) -> tuple[dict[str, list[int]], dict[str, Tensor]]:

@@ -58,7 +58,13 @@ _PLAIN_TEMPLATE = (
 """Chat template for a model that has none."""
 
 
-def resolve(source: str, cache: Path, report: Report = lambda step: None, revision: str | None = None) -> Path:
+def resolve(
+    source: str,
+    cache: Path,
+    report: Report = lambda step: None,
+    revision: str | None = None,
+    runs_here: bool = True,
+) -> Path:
     """Return the directory with ``config.json``, safetensors weights and tokenizer of a target.
 
     Downloaded and dequantised files are stored under ``cache``. Several processes may call this at the same time.
@@ -68,10 +74,11 @@ def resolve(source: str, cache: Path, report: Report = lambda step: None, revisi
         cache: folder for downloaded and converted files.
         report: called with a short text at the start of each slow step.
         revision: branch, tag or commit of a hub id.
+        runs_here: whether our own engine runs the model.
 
     Raises:
-        TargetError: the source is unknown, lacks the revision, cannot be fetched, or is a model that the
-            engine cannot run.
+        TargetError: the source is unknown, lacks the revision, or cannot be fetched; with ``runs_here`` also for a
+            model that our engine cannot run.
     """
     if revision is not None and (source.startswith(("pypi:", ".", "/", "~")) or Path(source).exists()):
         raise TargetError(f"target.revision applies only to models of a hub, and {source} is not one: leave it unset")
@@ -86,22 +93,31 @@ def resolve(source: str, cache: Path, report: Report = lambda step: None, revisi
         raise TargetError(f"target.source: there is no directory {path}")
     else:
         directory = _from_hub(source, revision, report, (*_TOKENIZER_FILES, "*.safetensors"))
-    check_files(directory, source)
-    from osd.target.architecture import check_architecture
+    check_files(directory, source, runs_here)
+    if runs_here:
+        from osd.target.architecture import check_architecture
 
-    check_architecture(directory, source)
+        check_architecture(directory, source)
     return directory
 
 
-def target_directory(settings: Settings, report: Report = lambda step: None) -> Path:
+def target_directory(settings: Settings, report: Report = lambda step: None, runs_here: bool | None = None) -> Path:
     """Return the directory of the configured target, as ``resolve`` does.
+
+    Args:
+        settings: all settings.
+        report: called with a short text at the start of each slow step.
+        runs_here: whether our own engine runs the target, by default with ``engine.kind=osd``; vLLM itself checks
+            whether it can run a target.
 
     Raises:
         TargetError: see ``resolve``; or ``engine.context`` is longer than the model's rotary angles are fixed for.
     """
     target = settings.target
-    directory = resolve(target.source, settings.cache_dir, report, target.revision)
-    if not target.source.startswith("pypi:"):
+    if runs_here is None:
+        runs_here = settings.engine.kind == "osd"
+    directory = resolve(target.source, settings.cache_dir, report, target.revision, runs_here)
+    if runs_here and not target.source.startswith("pypi:"):
         from osd.target.architecture import check_context
 
         check_context(directory, settings.engine.context)

@@ -137,7 +137,7 @@ def _pretrained(directory: Path, dtype: str, **settings: Any) -> Any:
 
 def auto_config(directory: Path) -> Any:
     """Return transformers' own configuration of the model in a directory."""
-    return transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def on_meta(config: Any, **settings: Any) -> Any:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.preparation import check_memory, ensure_version
+from deploy.preparation import check_memory, ensure_version, prepare
+from deploy.vllm.exports import prepare_export
 from deploy.warm_store import WarmStore
+from docs.families import make_model
 from osd.config import (
     ConfigError,
     MixedSettings,
@@ -25,8 +27,12 @@ from osd.drafting.recall.snapshot import SNAPSHOT, Snapshots
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.versions import Registry, Version
 from osd.target.identity import Identity, identify
+from osd.target.load import target_directory
 from osd.traffic.open_loop import Tally
+from osd.vllm.exported import ExportedDrafter
+from serving.vllm.exports import export_folder
 from tests.pointers import put
+from trainer.actor import open_target
 
 
 @pytest.fixture
@@ -250,6 +256,19 @@ def test_existing_domain_ignores_a_later_warm_up(settings, redis_url, tiny_targe
     assert ensure_version(mixed, emptied(redis_url), tiny_target) == 1
     assert Registry(settings.registry_dir).numbers("general") == [1]
     assert not (settings.registry_dir / "general" / SNAPSHOT).exists()
+
+
+def test_target_that_only_vllm_runs_gets_a_drafter(redis_url, tmp_path):
+    target = make_model("deepseek_v3", tmp_path / "target")
+    values = {"target.source": target, "drafter.kind": "eagle", "drafter.vocabulary": 64, "target.tensor_parallel": 2}
+    values |= {"engine.kind": "vllm", "engine.vllm.python": "/python", "home": tmp_path / "home"}
+    settings = load_settings(None, [f"{name}={value}" for name, value in values.items()], {})
+    prepare(settings, redis_url, target_directory(settings))
+    prepare_export(settings)
+    exported = ExportedDrafter.read(str(export_folder(settings) / "1"))
+    config = Registry(settings.registry_dir).load("general", 1).config
+    assert exported.drafter == config
+    assert json.loads(json.dumps(open_target(settings).build(config).config())) == config
 
 
 def test_kv_memory_below_one_request_is_refused(settings, tiny_target):

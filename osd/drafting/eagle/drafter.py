@@ -23,6 +23,8 @@ from osd.drafting.session import Runtime
 from osd.drafting.shapes import EagleShape
 from osd.drafting.trainable import Batch, fed_tokens
 from osd.runtime.causal_lm import end_weights, text_config
+from osd.target.architecture import is_supported
+from osd.target.ends import load_ends, read_ends
 from osd.target.model import layer_by_layer, load_config, load_part
 
 _VARIANT = ("tap_norm", "residual_norm", "output_norm")
@@ -52,6 +54,8 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
 
     @classmethod
     def initial(cls, settings: Any, target_dir: Path, cache: Path) -> Self:
+        if not is_supported(target_dir):  # vLLM runs it, and its layers cannot be copied
+            return cls.from_ends(read_ends(target_dir), settings.vocabulary)
         last = load_config(target_dir).num_hidden_layers - 1
         with layer_by_layer(target_dir) as whole:
             return cls.from_target(load_part(target_dir, layers=(last,)), settings.vocabulary, whole)
@@ -65,6 +69,25 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
         Raises:
             DrafterError: the target is too small for three taps.
         """
+        drafter = cls._sized(target, vocabulary)
+        size = initial.size_of_hidden(whole or target, drafter.shape.taps[-1])
+        initial.fill(dict(drafter.named_parameters()), drafter.shape, target, size)
+        return drafter
+
+    @classmethod
+    def from_ends(cls, target: nn.Module, vocabulary: int) -> Self:
+        """Make the first drafter of ``target``, of which only embedding and head are known; its layer is random.
+
+        Raises:
+            DrafterError: the target is too small for three taps.
+        """
+        drafter = cls._sized(target, vocabulary)
+        initial.fill_ends(dict(drafter.named_parameters()), drafter.shape, target)
+        return drafter
+
+    @classmethod
+    def _sized(cls, target: nn.Module, vocabulary: int) -> Self:
+        """Return a drafter with the sizes of ``target`` and random weights, for the lowest ids."""
         config = text_config(target)
         if not (taps := cls.usual_taps(config.num_hidden_layers)):
             layers = config.num_hidden_layers
@@ -72,13 +95,11 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
         shape = EagleShape.like(target, vocabulary, intermediate=config.intermediate_size, taps=taps)
         drafter = cls(shape, *end_weights(target))
         drafter.set_vocabulary(torch.arange(shape.vocabulary))
-        size = initial.size_of_hidden(whole or target, shape.taps[-1])
-        initial.fill(dict(drafter.named_parameters()), shape, target, size)
         return drafter
 
     @classmethod
     def from_config(cls, config: dict[str, Any], target_dir: Path) -> Self:
-        target = load_part(target_dir)  # embedding and head only, in their dtype
+        target = load_ends(target_dir)
         fields = {name: value for name, value in config.items() if name != "kind"}
         fields["taps"] = _checked(fields["taps"], text_config(target).num_hidden_layers)
         return cls(EagleShape(**fields), *end_weights(target))

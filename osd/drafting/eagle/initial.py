@@ -14,16 +14,25 @@ from osd.runtime.taps import tapped
 
 
 @torch.no_grad()
+def fill_ends(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module) -> None:
+    """Fill the head of a new drafter with the target's for the lowest ids, and the fusing layer.
+
+    The fusing layer lets the highest tap pass.
+    """
+    weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
+    weights["fuse.weight"].mul_(0.1)
+    weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
+
+
+@torch.no_grad()
 def fill(weights: dict[str, nn.Parameter], shape: EagleShape, target: nn.Module, size: float) -> None:
     """Fill the parameters of a new drafter for the lowest ids with parts of the target.
 
     The highest tap passes through the fusing layer at its ``size_of_hidden``, ``size``. The decoder layer is a copy of
     the target's last one if the shapes agree, and so starts with the inputs that it was trained on.
     """
+    fill_ends(weights, shape, target)
     state = target.state_dict()
-    weights["head.weight"].copy_(end_weights(target)[1][: shape.vocabulary])
-    weights["fuse.weight"].mul_(0.1)
-    weights["fuse.weight"][:, -shape.hidden :] += torch.eye(shape.hidden)
     weights["tap_norm"][-1] *= size
     for name, value in of_layer(state, text_config(target).num_hidden_layers - 1, LAST_LAYER).items():
         weight = weights[name]

@@ -28,6 +28,17 @@ def test_model_that_is_served_passes_all_checks(name: str, architecture: str, tm
     assert f"logits of {architecture} are those of transformers" in " ".join(result.output.split())
 
 
+def test_model_for_vllm_is_checked_for_its_drafter_only(tmp_path: Path) -> None:
+    options = ["engine.kind=vllm", "engine.vllm.python=/python", "drafter.kind=eagle"]
+    arguments = [part for option in options for part in ("--set", option)]
+    result = run_cli("doctor", make_model("deepseek_v3", tmp_path / "model"), *arguments, home=tmp_path)
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "vLLM checks the architecture at its start" in words
+    assert "drafter ok embedding and head can be read: 4 layers of 64 numbers, 259 tokens" in words
+    assert "forward" not in words
+
+
 @pytest.mark.parametrize(("name", "check"), [("gpt_oss", "files"), ("diffllama", "forward")])
 def test_model_that_is_not_served_fails_with_a_reason(name: str, check: str, tmp_path: Path) -> None:
     result = run_cli("doctor", model(name, tmp_path / "model"), home=tmp_path)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from osd.config import FalconSettings, KangarooSettings, LanguageModelSettings
-from osd.drafting import DrafterError, initial
+from docs.families import make_model
+from osd.config import EagleSettings, FalconSettings, KangarooSettings, LanguageModelSettings
+from osd.drafting import DrafterError, from_config, initial
 from osd.target.model import load_model
 from tests.tiny import make_tiny
 from tests.unit.drafting.sequences import at_places, random_tokens
@@ -55,6 +57,16 @@ def test_source_with_equal_vocabulary_is_not_translated(target_dir: Path, tmp_pa
     assert "translation" not in drafter.config()
     assert "model.embed_tokens.weight" in drafter.weights()
     assert "lm_head.weight" not in drafter.weights()
+
+
+def test_eagle_of_a_target_that_vllm_runs_starts_from_its_head(tmp_path: Path) -> None:
+    target_dir = make_model("deepseek_v3", tmp_path / "target")
+    drafter = initial(EagleSettings(vocabulary=64), target_dir, tmp_path)
+    head = load_file(target_dir / "model.safetensors")["lm_head.weight"]
+    assert drafter.weights()["head.weight"].float().equal(head[:64].bfloat16().float())
+    again = from_config(drafter.config(), target_dir)
+    again.load_weights(drafter.weights())
+    assert again.config() == drafter.config()
 
 
 def test_kangaroo_starts_from_the_next_target_layer(target_dir: Path) -> None:
