@@ -24,8 +24,8 @@ def check_settings(settings: Settings) -> None:
             ``trainer.warm_start`` has nothing to learn or no key, ``registry.url`` cannot be used, or vLLM does not fit
             as the engine; see ``deploy.vllm.checks``.
     """
-    if settings.serving.keys_file is not None:
-        keys_file.load(settings.serving.keys_file)
+    file = settings.serving.keys_file
+    keys = () if file is None else keys_file.load(file)
     check_file(settings.log.file)
     if settings.serving.otlp_endpoint is not None and not all(map(_installed, _TRACING_NEEDS)):
         raise ConfigError("serving.otlp_endpoint needs packages that are not installed: pip install 'osd-llm[otel]'")
@@ -37,7 +37,7 @@ def check_settings(settings: Settings) -> None:
     if settings.engine.kind == "vllm":
         from deploy.vllm.checks import check_vllm
 
-        check_vllm(settings)
+        check_vllm(settings, keys)
     try:
         storage_of(settings).check()
     except OSError as error:

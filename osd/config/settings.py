@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -82,6 +83,22 @@ class VllmEngineSettings(Section):
     def arguments(self) -> list[str]:
         """Arguments in ``args``."""
         return shlex.split(self.args)
+
+    def option(self, name: str) -> str | None:
+        """Return the value of an option in ``args``, the last one if it is repeated; None without the option.
+
+        As for vLLM's parser, an option is also written with underscores, with "=", or as a beginning of its name.
+
+        Args:
+            name: the whole name, such as "--max-num-seqs".
+        """
+        value = None
+        for argument, following in zip_longest(self.arguments, self.arguments[1:]):
+            given, equals, text = argument.partition("=")
+            given = given.replace("_", "-")
+            if len(given) > len("--") and given.startswith("--") and name.startswith(given):
+                value = text if equals else following
+        return value
 
 
 class EngineSettings(Section):

@@ -30,12 +30,14 @@ class RunningVllm:
         app: vLLM's OpenAI application.
         context: the largest number of tokens of prompt and completion.
         vocabulary: the number of tokens.
+        has_priorities: whether the engine schedules by priority.
     """
 
     engine: Any
     app: Any
     context: int
     vocabulary: int
+    has_priorities: bool
 
 
 def arguments(settings: Settings, name: str, directory: Path, export: Path | None) -> list[str]:
@@ -117,8 +119,8 @@ async def _start(options: list[str]) -> RunningVllm:
     except BaseException:
         engine.shutdown()
         raise
-    model = engine.model_config
-    return RunningVllm(engine, app, int(model.max_model_len), int(model.get_vocab_size()))
+    model, has_priorities = engine.model_config, config.scheduler_config.policy == "priority"
+    return RunningVllm(engine, app, int(model.max_model_len), int(model.get_vocab_size()), has_priorities)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -67,7 +67,7 @@ class VllmServer:
         self._vllm = await start(settings, model, target_directory(settings), stable_exports(settings))
         served = ServedModel(model, settings.target.source, self._vllm.context, self._vllm.vocabulary, int(time.time()))
         self._service = VllmService(settings, redis_url, name, served, self._vllm.engine, RayMetrics())
-        clients.attach(self._vllm.engine, self._service.access.budgets)
+        clients.attach(self._vllm.engine, self._service.access.budgets, self._vllm.has_priorities)
         self._requests, self._drain_s = RunningRequests(), settings.serving.drain_s
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -102,7 +102,7 @@ class AsyncLLM:
     async def add_request(self, request_id: str, prompt: Any, params: Params) -> None:
         self.requests.append((prompt, params.extra_args))
 
-    async def generate(self, prompt: dict[str, Any], params: Params, request_id: str) -> Any:
+    async def generate(self, prompt: dict[str, Any], params: Params, request_id: str, *, priority: int = 0) -> Any:
         metrics = self.metrics
         await self.add_request(request_id, prompt, params)
         metrics.prompt.inc(len(prompt["prompt_token_ids"]))
@@ -146,13 +146,15 @@ class AsyncEngineArgs:
             raise ValueError("max_model_len must be positive")
         model = SimpleNamespace(max_model_len=self.args.max_model_len, get_vocab_size=lambda: 320)
         speculative = None if drafts is None else SimpleNamespace(**drafts)
-        return SimpleNamespace(model_config=model, speculative_config=speculative)
+        scheduler = SimpleNamespace(policy=self.args.scheduling_policy)
+        return SimpleNamespace(model_config=model, speculative_config=speculative, scheduler_config=scheduler)
 
 
 def make_arg_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name in ("model", "served-model-name", "dtype", "speculative-config", "worker-extension-cls"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--max-model-len", type=int, default=256)
+    parser.add_argument("--scheduling-policy", choices=["fcfs", "priority"], default="fcfs")
     parser.add_argument("--middleware", action="append", default=[])
     parser.add_argument("--tool-parser-plugin", default="")
     parser.add_argument("--reasoning-parser-plugin", default="")

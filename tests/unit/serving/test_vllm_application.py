@@ -26,6 +26,7 @@ KEYS = [
     {"name": "acme", "key": "key-acme-11", "tenant": "acme"},
     {"name": "watcher", "key": "key-watch-1", "may": ["watch"]},
     {"name": "limited", "key": "key-limit-1", "tokens_per_minute": 10},
+    {"name": "urgent", "key": "key-urgent-1", "priority": -5},
 ]
 
 
@@ -44,9 +45,11 @@ class Engine:
 
     def __init__(self) -> None:
         self.prompts: list[Any] = []
+        self.priorities: list[int] = []
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0) -> Any:
         self.prompts.append(prompt)
+        self.priorities.append(priority)
         for _ in range(2):
             yield SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[SimpleNamespace(index=0, token_ids=[4, 5])])
 
@@ -54,7 +57,7 @@ class Engine:
 class World:
     """Application around vLLM, and what reached vLLM."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, has_priorities: bool = True) -> None:
         self.service, self.engine = Service(settings), Engine()
         self.seen: list[tuple[bytes, bool]] = []
         vllm = FastAPI()
@@ -65,7 +68,7 @@ class World:
         vllm.websocket("/v1/realtime")(self.talk)
         self.has_started = False
         vllm.router.on_startup.append(lambda: setattr(self, "has_started", True))
-        clients.attach(self.engine, self.service.access.budgets)
+        clients.attach(self.engine, self.service.access.budgets, has_priorities)
         self.app = create_app(self.service, vllm)
         self.client = TestClient(self.app, base_url="http://127.0.0.1", raise_server_exceptions=False)
 
@@ -73,7 +76,9 @@ class World:
         self.seen.append((await request.body(), request.scope["state"].get(PRIVATE)))
         params = SimpleNamespace(output_kind=SimpleNamespace(name="DELTA"))
         prompt = {"type": "token", "prompt_token_ids": [1, 2, 3], **dict(request.query_params)}
-        return {"outputs": len([output async for output in self.engine.generate(prompt, params, "r")])}
+        priority = int(request.query_params.get("priority", 0))
+        answers = self.engine.generate(prompt, params, "r", priority=priority)
+        return {"outputs": len([output async for output in answers])}
 
     async def talk(self, websocket: WebSocket) -> None:
         await websocket.accept()
@@ -89,11 +94,16 @@ def make_world(tmp_path: Path) -> Callable[..., World]:
 
 
 @pytest.fixture
-def keyed(make_world: Callable[..., World], tmp_path: Path) -> World:
+def keys_file(tmp_path: Path) -> Path:
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump(KEYS))
     file.chmod(0o600)
-    return make_world(keys_file=file)
+    return file
+
+
+@pytest.fixture
+def keyed(make_world: Callable[..., World], keys_file: Path) -> World:
+    return make_world(keys_file=keys_file)
 
 
 def test_requests_reach_vllm_with_their_body(make_world):
@@ -156,6 +166,35 @@ def test_prompts_without_a_key_keep_their_cache(make_world):
     world = make_world()
     world.post()
     assert "cache_salt" not in world.engine.prompts[0]
+
+
+def test_priority_of_a_key_is_added_to_that_of_a_request(keyed):
+    keyed.post(key="key-urgent-1")
+    for key in ("key-urgent-1", "key-plain-1"):
+        keyed.post("/v1/completions?priority=7", key=key)
+    assert keyed.engine.priorities == [-5, 2, 7]
+
+
+def test_client_with_a_key_cannot_pass_other_requests(keyed):
+    for priority in (-9, 5000):
+        keyed.post(f"/v1/completions?priority={priority}", key="key-plain-1")
+    assert keyed.engine.priorities == [0, 1000]
+
+
+def test_request_without_a_key_keeps_its_priority(make_world):
+    world = make_world()
+    world.post("/v1/completions?priority=-3")
+    assert world.engine.priorities == [-3]
+
+
+def test_priority_that_vllm_ignores_is_logged_once(keys_file, tmp_path, caplog):
+    world = World(Settings(home=tmp_path, serving={"keys_file": keys_file}), has_priorities=False)
+    for key in ("key-plain-1", "key-urgent-1", "key-urgent-1"):
+        world.post(key=key)
+    logged = [record.message for record in caplog.records if "priority" in record.message]
+    assert logged == [
+        "the priority of key urgent has no effect: add --scheduling-policy priority to engine.vllm.args, or remove it"
+    ]
 
 
 def test_tokens_of_a_limited_key_are_charged(keyed):

@@ -29,7 +29,7 @@ for exports, *overrides in json.loads(sys.argv[1]):
     except Exception as error:
         print(type(error).__name__, error)
     else:
-        print(running.app.state.args.speculative_config)
+        print(running.has_priorities, running.app.state.args.speculative_config)
         running.engine.shutdown()
 """
 
@@ -76,7 +76,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "only broken": ([broken, worse], ""),
         "unknown option": ([good], "--no-such 1"),
         "bad value": ([good], "--max-model-len 0"),
-        "second": ([broken, good], ""),
+        "second": ([broken, good], "--scheduling-policy priority"),  # the only start in one process that can succeed
     }
     given = [
         (list(map(str, exports)), f"home={folder}", f"engine.vllm.python={python}", f"engine.vllm.args={args}")
@@ -90,6 +90,10 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_first_export_that_starts_is_used(starts: dict[str, str]) -> None:
     assert '/general/1"' in starts["second"]
     assert "vLLM does not start with the drafter" in starts["log"]
+
+
+def test_scheduling_by_priority_is_read_from_vllm(starts: dict[str, str]) -> None:
+    assert starts["second"].startswith("True ")
 
 
 def test_start_without_any_good_export_fails_with_the_first_error(starts: dict[str, str]) -> None:
