@@ -19,7 +19,8 @@ TOKEN_FILE = Path.home() / ".ray" / "auth_token"
 
 _ANSWER_SECONDS = 10.0
 _MISSING = object()
-_APPLICATIONS = "/api/serve/applications/"
+_APPLICATIONS, _VERSION = "/api/serve/applications/", "/api/version"
+_REFUSALS = (401, 403)
 
 
 class ClusterError(RuntimeError):
@@ -100,7 +101,15 @@ class Head:
         Raises:
             ClusterError: the head does not answer, or refuses the token.
         """
-        return str(self._ask("GET", "/api/version").json()["ray_version"])
+        return str(self._ask("GET", _VERSION).json()["ray_version"])
+
+    def requires_token(self) -> bool:
+        """Return whether the head refuses a request without a token.
+
+        Raises:
+            ClusterError: the head does not answer.
+        """
+        return self._send("GET", _VERSION, {}).status_code in _REFUSALS
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Deploy the applications of a configuration.
@@ -123,16 +132,20 @@ class Head:
         return application.get("status", "NOT_STARTED"), "\n".join(filter(None, reasons)), running
 
     def _ask(self, method: str, path: str, content: dict[str, Any] | None = None) -> httpx2.Response:
-        try:
-            url = f"{self.url}{path}"
-            answer = httpx2.request(method, url, json=content, headers=self._headers, timeout=_ANSWER_SECONDS)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            advice = "run this on the head, or set RAY_DASHBOARD_ADDRESS"
-            raise ClusterError(f"Ray's head does not answer at {self.url} ({reason}): {advice}") from None
-        if answer.status_code in (401, 403):
+        answer = self._send(method, path, self._headers, content)
+        if answer.status_code in _REFUSALS:
             raise ClusterError(f"Ray's head at {self.url} refuses the token: every node needs the same token")
         if answer.is_error:
             reason = " ".join(answer.text.split())[:300]
             raise ClusterError(f"Ray's head at {self.url} answers {answer.status_code}: {reason}")
         return answer
+
+    def _send(
+        self, method: str, path: str, headers: dict[str, str], content: dict[str, Any] | None = None
+    ) -> httpx2.Response:
+        try:
+            return httpx2.request(method, f"{self.url}{path}", json=content, headers=headers, timeout=_ANSWER_SECONDS)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            advice = "run this on the head, or set RAY_DASHBOARD_ADDRESS"
+            raise ClusterError(f"Ray's head does not answer at {self.url} ({reason}): {advice}") from None

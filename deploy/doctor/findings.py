@@ -15,15 +15,17 @@ from typing import Any, Literal
 import psutil
 import torch
 from packaging.requirements import Requirement
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from deploy.assembly import StartError
 from deploy.contradictions import check_exposure, check_settings
+from deploy.doctor.limit import CallTimeout, within
 from deploy.doctor.self_test import SelfTestError, self_test
 from deploy.embedded import check_port
 from deploy.local_ray import check_token_mode
+from deploy.vllm.environment import has_nvidia
 from osd import files
-from osd.capture.server import RedisSetupError, find_server, open_redis
+from osd.capture.server import RedisSetupError, find_server, open_redis, public_url
 from osd.capture.streams import StreamState, stream_states
 from osd.config import ConfigError, Settings
 from osd.redis_client import connect
@@ -33,6 +35,8 @@ from osd.runtime.machine import Machine
 
 _SHOWN = ("torch", "transformers", "ray", "redis")
 """Packages whose versions are always shown."""
+
+_REDIS_SECONDS = 6.0
 
 _LEAST_FREE = 2 << 30
 """Bytes of disk and memory below which a start probably fails."""
@@ -116,6 +120,10 @@ def _cpu(settings: Settings) -> Finding:
 
 def _gpu(settings: Settings) -> Finding:
     device, available = settings.target.device, torch.cuda.is_available()
+    if settings.engine.kind == "vllm":  # it has a PyTorch of its own
+        if device == "cuda" and not has_nvidia():
+            return Finding("GPU", "failure", "target.device is cuda, and this machine has no GPU from NVIDIA")
+        return Finding("GPU", "ok", "a GPU from NVIDIA" if has_nvidia() else "none; vLLM computes on the CPU")
     if device.startswith("cuda") and not available:
         return Finding("GPU", "failure", f"target.device is {device}, and torch {torch.__version__} sees no GPU")
     if not available:
@@ -145,18 +153,29 @@ def _disk(settings: Settings) -> Finding:
 
 
 def redis_finding(settings: Settings) -> Finding:
-    """Return whether Redis answers and does not delete stored data."""
+    """Return whether the Redis of the running service, or else of the settings, answers and keeps stored data."""
     running = find(settings.home_dir)
+    if running is None:
+        return configured_redis_finding(settings)
     try:
-        if running is not None:
-            return _query_redis(running.redis_url, "the running service's")
-        server = None if settings.redis_url else find_server()
+        return _query_redis(running.redis_url, "the running service's")
+    except RedisError as error:
+        return Finding("Redis", "failure", " ".join(str(error).split()))
+
+
+def configured_redis_finding(settings: Settings) -> Finding:
+    """Return whether the Redis of the settings answers and keeps stored data; start one if the settings have none."""
+    try:
+        if settings.redis_url:  # the lookup of its name has no limit of its own
+            return within(_REDIS_SECONDS, _query_configured, settings)
+        server = find_server()
         with open_redis(settings) as handle:
-            return _query_redis(
-                handle.url, "redis_url's" if server is None else f"started for this check from {server}"
-            )
+            return _query_redis(handle.url, f"started for this check from {server}")
     except (RedisSetupError, RedisError) as error:
         return Finding("Redis", "failure", " ".join(str(error).split()))
+    except CallTimeout as error:
+        address = public_url(settings.redis_url or "")
+        return Finding("Redis", "failure", f"redis_url {address}: {error}: check its name and its port")
 
 
 def _traces(settings: Settings) -> Finding:
@@ -192,13 +211,22 @@ def _describe(state: StreamState) -> str:
     return f"{size}, {state.waiting.records:,} wait for the trainer{age}"
 
 
+def _query_configured(settings: Settings) -> Finding:
+    with open_redis(settings) as handle:
+        return _query_redis(handle.url, "redis_url's")
+
+
 def _query_redis(url: str, owner: str) -> Finding:
     with connect(url, timeout=2.0) as client:
         client.ping()
         begun = time.perf_counter()
         client.ping()
         took = time.perf_counter() - begun
-        about: Any = client.info()
+        try:
+            about: Any = client.info()
+        except NoPermissionError:
+            says = f"{owner}; it answers in {took * 1e3:.1f} ms, and its user may not read version and maxmemory-policy"
+            return Finding("Redis", "ok", says)
     policy = about.get("maxmemory_policy", "unknown")
     says = f"version {about['redis_version']}, {owner}; it answers in {took * 1e3:.1f} ms"
     if policy != "noeviction":

@@ -51,6 +51,27 @@ def test_doctor_reports_a_folder_that_is_not_shared(cluster):
         cluster.nodes.lose(node)
 
 
+def test_doctor_reports_a_folder_that_a_node_cannot_write(cluster):
+    node = cluster.nodes.join(0)
+    try:
+        assert node.machine.run("/bin/sh", "-c", "mount -o remount,bind,ro /data").returncode == 0
+        (says,) = failures(cluster.nodes)
+        assert says.startswith(f"home /data of {node.ip} cannot be written: Read-only file system")
+    finally:
+        cluster.nodes.lose(node)
+
+
+def test_doctor_reports_a_redis_that_one_node_cannot_reach(cluster):
+    node = cluster.nodes.join(0)
+    try:
+        other = "sed 's/^.* redis$/192.0.2.98 redis/' /etc/hosts >/tmp/hosts && cat /tmp/hosts >/etc/hosts"
+        assert node.machine.run("/bin/sh", "-c", other).returncode == 0
+        (says,) = failures(cluster.nodes)
+        assert says.startswith(f"on {node.ip}: redis_url redis://redis:6379/0: ")
+    finally:
+        cluster.nodes.lose(node)
+
+
 def test_doctor_reports_a_redis_that_does_not_answer(cluster):
     says, *_ = failures(cluster.nodes, redis_url="redis://192.0.2.99:6379/0")
     assert says.startswith("redis_url redis://192.0.2.99:6379/0: cannot connect")
