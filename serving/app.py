@@ -153,10 +153,12 @@ def _scaling(settings: Settings) -> dict[str, Any]:
     places = {"max_replicas_per_node": serving.replicas_per_node}
     if serving.max_replicas is None:
         return {"num_replicas": serving.replicas, **places}
+    sequences = settings.engine.sequences
+    assert sequences is not None  # noqa: S101 - the checks before a start require it
     scaling = AutoscalingConfig(
         min_replicas=serving.replicas,
         max_replicas=serving.max_replicas,
-        target_ongoing_requests=settings.engine.slots / 2,
+        target_ongoing_requests=min(sequences, serving.max_queue) / 2,
         look_back_period_s=_LOOK_BACK_SECONDS,
         upscale_delay_s=_UPSCALE_SECONDS,
         downscale_delay_s=_DOWNSCALE_SECONDS,

@@ -11,12 +11,8 @@ from osd.config import ConfigError, ServingSettings, Settings
 from serving.access.keys import Key
 from serving.vllm.clients import PRIORITY_ADVICE
 
-_UNREAD = {
-    # Replicas are added by the share of engine.slots in use, which vLLM does not have.
-    "max_replicas": "set the fixed number serving.replicas",
-    **dict.fromkeys(("max_messages", "max_completion_tokens", "request_timeout_s", "otlp_endpoint"), "leave it unset"),
-}
-"""Settings of ``serving`` that replicas with vLLM do not read, and what to do instead."""
+_UNREAD = ("max_messages", "max_completion_tokens", "request_timeout_s", "otlp_endpoint")
+"""Settings of ``serving`` that replicas with vLLM do not read."""
 
 
 def check_vllm(settings: Settings, keys: Iterable[Key] = ()) -> None:
@@ -31,9 +27,14 @@ def check_vllm(settings: Settings, keys: Iterable[Key] = ()) -> None:
     """
     if settings.drafts:
         check_traces(settings)
-    for name, advice in _UNREAD.items():
+    for name in _UNREAD:
         if getattr(settings.serving, name) != ServingSettings.model_fields[name].default:
-            raise ConfigError(f"serving.{name} counts only with engine.kind=osd: {advice}")
+            raise ConfigError(f"serving.{name} counts only with engine.kind=osd: leave it unset")
+    if settings.serving.max_replicas is not None and settings.engine.sequences is None:
+        raise ConfigError(
+            "serving.max_replicas needs --max-num-seqs with a number in engine.vllm.args: replicas are added while "
+            "requests use more than half of it"
+        )
     target = settings.target
     for name, value, default in (
         ("target.weights", target.weights, "full"),

@@ -129,6 +129,14 @@ class EngineSettings(Section):
         description="domains whose drafters a replica loads at the same time, and also the number of tenants' tables",
     )
 
+    @property
+    def sequences(self) -> int | None:
+        """Sequences that a replica decodes at the same time; None if vLLM chooses the number."""
+        if self.kind == "osd":
+            return self.slots
+        value = self.vllm.option("--max-num-seqs") or ""
+        return int(value) or None if value.isascii() and value.isdigit() else None
+
     @model_validator(mode="after")
     def _check_kind(self) -> EngineSettings:
         if self.kind == "vllm":
@@ -259,8 +267,8 @@ class ServingSettings(Section):
     max_replicas: int | None = Field(
         default=None,
         ge=1,
-        description="maximum replicas; more start while requests use over half of engine.slots, and fewer run "
-        "otherwise; none: always serving.replicas",
+        description="maximum replicas; more start while requests use over half of engine.slots, or of vLLM's "
+        "--max-num-seqs, and fewer run otherwise; none: always serving.replicas",
     )
     replicas_per_node: int | None = Field(
         default=None,

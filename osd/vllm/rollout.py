@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge
 
 from osd.registry.pointer_file import Rollout
 from osd.vllm.published import PublishedDrafter
-from osd.vllm.settings import VllmSettings
+from osd.vllm.settings import VllmSettings, tries_canaries
 
 log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers only
 
@@ -24,7 +24,7 @@ _PERIOD, _POLL_SECONDS, _READ_SECONDS, _REFUSED_SECONDS = 1.0, 0.05, 120.0, 60.0
 class Follower:
     """Loop that compares the loaded version with the pointer once a second.
 
-    The version is the canary if there is a canary and this server tries canaries, otherwise the stable version.
+    The version is the canary if there is a canary and this server tries canaries now, otherwise the stable version.
     """
 
     def __init__(self, engine: Any, settings: VllmSettings) -> None:
@@ -36,7 +36,7 @@ class Follower:
         self._engine = engine
         speculative = engine.vllm_config.speculative_config
         self._published = PublishedDrafter(settings, None if speculative is None else speculative.model)
-        self._canary, self._loaded = settings.canary, self._published.started
+        self._loaded = self._published.started
         self._refused: dict[int, float] = {}  # refused versions, and the time of the next attempt
         self._failing = False
         self._version, self._rejected = _metrics()
@@ -71,7 +71,7 @@ class Follower:
 
     def _wanted(self, rollout: Rollout) -> int:
         canary = rollout.canary
-        return canary if canary is not None and self._canary and not self._is_refused(canary) else rollout.stable
+        return canary if canary is not None and tries_canaries() and not self._is_refused(canary) else rollout.stable
 
     def _is_refused(self, number: int) -> bool:
         return time.monotonic() < self._refused.get(number, 0.0)

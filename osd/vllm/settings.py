@@ -60,6 +60,11 @@ class VllmSettings:
         )
 
 
+def tries_canaries(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this server tries canary versions now; the variable may change while it runs."""
+    return _switch(environ, CANARY, VllmSettings.canary)
+
+
 def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     value = environ.get(name, str(int(default)))
     if value not in ("0", "1"):

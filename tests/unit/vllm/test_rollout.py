@@ -207,6 +207,17 @@ def test_canary_is_loaded_and_rolled_back(world, monkeypatch):
     assert waits.calls == [], "the server keeps the stable version"
 
 
+def test_server_that_stops_to_try_canaries_returns_to_stable(world, monkeypatch):
+    canary, engine = world.publish(world.eagle(), 2), Engine(world.folder)
+
+    def stop_trying() -> bool:
+        if gauge() == canary:
+            monkeypatch.setenv("OSD_VLLM_CANARY", "0")
+        return gauge() == 1 and engine.calls.count("osd_load_draft") == 2
+
+    serve(engine, lambda: world.move(1, canary), stop_trying)
+
+
 def test_damaged_version_is_rejected_and_the_old_version_stays(world, caplog):
     second = world.publish(world.eagle(), 2)
     file = world.registry.root / "general" / str(second) / "model.safetensors"
