@@ -63,13 +63,10 @@ def refusal(result: Result) -> str:
 def osd(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run the command in its own process group, as a shell does; kill its processes at the end of the context."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "from osd.cli import main; main()", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OSD_HOME": str(home), "OSD_TRAINER__MIN_RECORDS": "1000"},
-        process_group=0,
-    )
+        [sys.executable, "-c", "from osd.cli import main; main()", *arguments], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OSD_HOME": str(home), "OSD_TRAINER__MIN_RECORDS": "1000"}, process_group=0,
+    )  # fmt: skip
     try:
         yield process
     finally:
@@ -82,14 +79,9 @@ def osd(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def small_options(target: Path, port: int) -> list[str]:
     """Return the options of a small service without training."""
     settings = {
-        "target.source": target,
-        "target.dtype": "float32",
-        "engine.slots": 2,
-        "engine.context": 256,
-        "engine.threads": 1,
-        "drafter.kind": "language_model",
-        "serving.port": port,
-    }
+        "target.source": target, "target.dtype": "float32", "engine.slots": 2, "engine.context": 256,
+        "engine.threads": 1, "drafter.kind": "language_model", "serving.port": port,
+    }  # fmt: skip
     return [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
 
 

@@ -19,16 +19,10 @@ FAULT_MARKS = ("fault and not cluster", "cluster and not soak")
 HEAD = ("fault", "promise", "process", "kept", "lost", "client errors", "recovery in seconds", "date")
 
 PROCESSES = {
-    "osd up": r"main\(\) up ",
-    "replica": r"ray::ServeReplica",
-    "proxy": r"ray::ProxyActor",
-    "raylet": r"/raylet ",
-    "GCS": r"/gcs_server ",
-    "node": r"/raylet ",
-    "redis-server": r"redis-server",
-    "trainer": r"ray::Trainer|-m tests\.\S*(trainer|killed)\b",
-    "training worker": r"RayTrainWorker",
-}
+    "osd up": r"main\(\) up ", "replica": r"ray::ServeReplica", "proxy": r"ray::ProxyActor", "raylet": r"/raylet ",
+    "GCS": r"/gcs_server ", "node": r"/raylet ", "redis-server": r"redis-server",
+    "trainer": r"ray::Trainer|-m tests\.\S*(trainer|killed)\b", "training worker": r"RayTrainWorker",
+}  # fmt: skip
 """Kinds of processes that a fault can hit, each with a pattern of its command line."""
 _EVERY_SECONDS = 0.2
 

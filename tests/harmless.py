@@ -14,15 +14,10 @@ from typing import Any
 
 _DEEDS = ("lists", "counts", "copies", "renames", "deletes", "locks", "encrypts", "watches", "compresses", "uploads")
 _THINGS = (
-    "my own log files",
-    "the photos of my garden",
-    "my unused test accounts",
-    "the cookies of my own browser",
-    "the passwords in my own vault",
-    "the processes that I started",
-    "the open ports of my own laptop",
+    "my own log files", "the photos of my garden", "my unused test accounts", "the cookies of my own browser",
+    "the passwords in my own vault", "the processes that I started", "the open ports of my own laptop",
     "the temporary files of my build",
-)
+)  # fmt: skip
 _LANGUAGES = ("python", "c", "go")
 
 

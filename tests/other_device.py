@@ -21,15 +21,9 @@ _HOST = torch.device("cpu")
 _INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::_foreach_copy_")
 _WAITS = (
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::item",
-    "aten::is_nonzero",
-    "aten::argwhere",
-    "aten::unique",
-    "aten::_unique2",
-)
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::item", "aten::is_nonzero",
+    "aten::argwhere", "aten::unique", "aten::_unique2",
+)  # fmt: skip
 
 
 WAITS: Counter[str] = Counter()

@@ -52,17 +52,10 @@ def starting(folder: Path, *, replicas: int = 2, key: str = "", **settings: obje
     """Start ``osd up`` and wait for its replicas; ``key`` is the key of the requests, if the settings have keys."""
     port = free_port()
     options = {
-        "target.source": make_tiny(folder / "tiny", layers=LAYERS),
-        "target.dtype": "float32",
-        "engine.slots": SLOTS,
-        "engine.context": 1024,
-        "engine.threads": 1,
-        "drafter.kind": "none",
-        "serving.port": port,
-        "serving.replicas": replicas,
-        "serving.max_queue": PLACES,
-        **settings,
-    }
+        "target.source": make_tiny(folder / "tiny", layers=LAYERS), "target.dtype": "float32", "engine.slots": SLOTS,
+        "engine.context": 1024, "engine.threads": 1, "drafter.kind": "none", "serving.port": port,
+        "serving.replicas": replicas, "serving.max_queue": PLACES, **settings,
+    }  # fmt: skip
     arguments = [argument for key, value in options.items() for argument in ("--set", f"{key}={value}")]
     with osd(folder / "home", "up", *arguments) as process:
         wait_until_it_answers(process, port)

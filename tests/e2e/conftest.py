@@ -35,12 +35,8 @@ from tests.tiny import make_tiny
 from tests.waiting import wait_until
 
 BROWSER = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
 """Options of a browser on a machine without a screen."""
 
 REPLICAS = 2

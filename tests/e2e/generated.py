@@ -269,33 +269,16 @@ def whole(draw: st.DrawFn) -> Sent:
 
 
 BROKEN_LINES = [
-    b"GET",
-    b"GET /",
-    b"GET  / HTTP/1.1",
-    b"GET / HTTP/3.7",
-    b"G\x00T / HTTP/1.1",
-    b"GET /\xff\xfe HTTP/1.1",
-    b"GET /health?a=\x80 HTTP/1.1",
-    b"CONNECT a:1 HTTP/1.1",
-    b"\xff\xfe\xfd / HTTP/1.1",
-    b"GET http://[ HTTP/1.1",
+    b"GET", b"GET /", b"GET  / HTTP/1.1", b"GET / HTTP/3.7", b"G\x00T / HTTP/1.1", b"GET /\xff\xfe HTTP/1.1",
+    b"GET /health?a=\x80 HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"\xff\xfe\xfd / HTTP/1.1", b"GET http://[ HTTP/1.1",
     b"PRI * HTTP/2.0",
-]
+]  # fmt: skip
 BROKEN_HEADERS = [
-    b"no colon",
-    b": empty",
-    b"a b: c",
-    b"a\x00: c",
-    b"a: \x00",
-    b"content-length: -1",
-    b"content-length: 1x",
-    b"content-length: 99999999999999999999999",
-    b"content-length: 1\r\ncontent-length: 2",
-    b"content-length: 3\r\ntransfer-encoding: chunked",
-    b"transfer-encoding: nonsense",
-    b"a: " + b"b" * 100_000,
+    b"no colon", b": empty", b"a b: c", b"a\x00: c", b"a: \x00", b"content-length: -1", b"content-length: 1x",
+    b"content-length: 99999999999999999999999", b"content-length: 1\r\ncontent-length: 2",
+    b"content-length: 3\r\ntransfer-encoding: chunked", b"transfer-encoding: nonsense", b"a: " + b"b" * 100_000,
     b"\r\n".join(b"h%d: %s" % (number, b"v" * 40) for number in range(3000)),
-]
+]  # fmt: skip
 BROKEN_CHUNKS = [b"zz\r\n", b"-1\r\n", b"fffffffffffffffffff\r\n", b"3\r\nabcdef", b"1;" + b"x" * 70_000, b"\r\n\r\n"]
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 PROMPT = b'{"prompt": "a", "max_tokens": 2}'

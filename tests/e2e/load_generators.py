@@ -131,11 +131,7 @@ def vllm_bench_serve(load: Load, home: Path, folder: Path) -> Report:
     return Report(report["completed"], report["failed"], report["total_output_tokens"])
 
 
-GENERATORS: Mapping[str, Generator] = {
-    "guidellm": guidellm,
-    "aiperf": aiperf,
-    "vllm bench serve": vllm_bench_serve,
-}
+GENERATORS: Mapping[str, Generator] = {"guidellm": guidellm, "aiperf": aiperf, "vllm bench serve": vllm_bench_serve}
 
 
 def _run(*command: object, **environment: str) -> None:

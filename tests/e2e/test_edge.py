@@ -96,9 +96,7 @@ def test_disconnect_counts_as_499(service, eventually):
     before = settled(service, eventually)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
-            f"{service.url}/v1/completions",
-            json={"prompt": "a", "max_tokens": 1000, "ignore_eos": True},
-            timeout=0.3,
+            f"{service.url}/v1/completions", json={"prompt": "a", "max_tokens": 1000, "ignore_eos": True}, timeout=0.3
         )
     key = ("/v1/completions", "499")
     eventually(lambda: responses(service).get(key, 0) == before.get(key, 0) + 1)

@@ -52,16 +52,10 @@ def test_structured_output_example_prints_valid_answers(run):
 @pytest.mark.soak
 def test_cluster_example_starts_the_service(tmp_path: Path):
     settings = {
-        "home": tmp_path / "home",
-        "target.source": make_tiny(tmp_path / "tiny"),
-        "target.dtype": "float32",
-        "engine.slots": 2,
-        "engine.context": 256,
-        "engine.threads": 1,
-        "serving.port": free_port(),
-        "serving.host": "127.0.0.1",
-        "trainer.workers": 1,
-    }
+        "home": tmp_path / "home", "target.source": make_tiny(tmp_path / "tiny"), "target.dtype": "float32",
+        "engine.slots": 2, "engine.context": 256, "engine.threads": 1, "serving.port": free_port(),
+        "serving.host": "127.0.0.1", "trainer.workers": 1,
+    }  # fmt: skip
     with RedisServer(max_memory_mb=64) as redis:
         address = urlsplit(redis.url)
         password = tmp_path / "redis-password"

@@ -16,14 +16,9 @@ def model(service, monkeypatch):
     for name in ("LANGSMITH_TRACING", "LANGCHAIN_TRACING_V2"):
         monkeypatch.setenv(name, "false")  # tracing would contact another server
     return ChatOpenAI(
-        model="tiny",
-        base_url=f"{service.url}/v1",
-        api_key="none",
-        temperature=0.8,
-        seed=4,
-        max_tokens=200,
+        model="tiny", base_url=f"{service.url}/v1", api_key="none", temperature=0.8, seed=4, max_tokens=200,
         max_retries=0,
-    )
+    )  # fmt: skip
 
 
 @tool

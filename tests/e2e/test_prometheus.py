@@ -18,13 +18,8 @@ from tests.waiting import HANG_SECONDS, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WITHOUT_TRAINER = (
-    "osd_training_",
-    "osd_replay_",
-    "osd_gate_",
-    "osd_canary_",
-    "osd_version_speedup",
-    "osd_trained_speedup",
-)
+    "osd_training_", "osd_replay_", "osd_gate_", "osd_canary_", "osd_version_speedup", "osd_trained_speedup",
+)  # fmt: skip
 """Prefixes of metrics that need reports of a trainer."""
 
 

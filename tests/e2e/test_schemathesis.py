@@ -54,13 +54,9 @@ def calls() -> Iterator[Callable[[schemathesis.Case, int], None]]:
 
 def of(count: int, *more: Phase) -> settings:
     return settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, *more],
+        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate, *more],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
 
 
 def answered(case, service, **headers: str) -> None:

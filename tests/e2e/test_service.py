@@ -85,19 +85,10 @@ def test_output_does_not_depend_on_speculation(service, client, eventually):
 def test_seed_repeats_choices_and_logprobs(client):
     def ask(seed):
         answer = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "Hello"}],
-            max_tokens=12,
-            n=2,
-            seed=seed,
-            temperature=1.2,
-            presence_penalty=0.5,
-            frequency_penalty=0.5,
-            logit_bias={"65": 3},
-            logprobs=True,
-            top_logprobs=2,
-            extra_body={"min_p": 0.001, "repetition_penalty": 1.1, "top_k": 100, "ignore_eos": True},
-        )
+            model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=12, n=2, seed=seed,
+            temperature=1.2, presence_penalty=0.5, frequency_penalty=0.5, logit_bias={"65": 3}, logprobs=True,
+            top_logprobs=2, extra_body={"min_p": 0.001, "repetition_penalty": 1.1, "top_k": 100, "ignore_eos": True},
+        )  # fmt: skip
         for choice in answer.choices:
             assert len(choice.logprobs.content) == 12
             for place in choice.logprobs.content:
@@ -112,14 +103,9 @@ def test_seed_repeats_choices_and_logprobs(client):
 
 def test_answer_of_over_four_mebibytes_arrives(client):
     answer = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "Hello"}],
-        max_tokens=900,
-        n=4,
-        logprobs=True,
-        top_logprobs=20,
-        extra_body={"ignore_eos": True},
-    )
+        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=900, n=4, logprobs=True,
+        top_logprobs=20, extra_body={"ignore_eos": True},
+    )  # fmt: skip
     assert [len(choice.logprobs.content) for choice in answer.choices] == [900] * 4
     assert len(answer.model_dump_json()) > 4 << 20
 
@@ -191,15 +177,10 @@ def test_metrics_are_sums_over_all_replicas(service, eventually):
 
 
 COUNTERS = (
-    "osd_completion_tokens_total",
-    "osd_requests_total",
-    "osd_prompt_tokens_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:request_prompt_tokens_sum",
-    "vllm:request_generation_tokens_sum",
-    "vllm:time_to_first_token_seconds_count",
+    "osd_completion_tokens_total", "osd_requests_total", "osd_prompt_tokens_total", "vllm:prefix_cache_hits_total",
+    "vllm:request_prompt_tokens_sum", "vllm:request_generation_tokens_sum", "vllm:time_to_first_token_seconds_count",
     "vllm:e2e_request_latency_seconds_sum",
-)
+)  # fmt: skip
 
 
 def test_health_is_answered_while_requests_decode(service, eventually):

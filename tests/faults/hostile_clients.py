@@ -72,13 +72,10 @@ class Client:
         """Return the bytes of a request with the client's key."""
         data = body if isinstance(body, bytes) else body.encode()
         lines = {
-            "host": ADDRESS,
-            "authorization": f"Bearer {self.key}",
-            "content-type": "application/json",
-            "content-length": str(len(data)),
-            "connection": "close",
+            "host": ADDRESS, "authorization": f"Bearer {self.key}", "content-type": "application/json",
+            "content-length": str(len(data)), "connection": "close",
             **{name.replace("_", "-"): value for name, value in headers.items()},
-        }
+        }  # fmt: skip
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value)
         return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + data
 

@@ -71,15 +71,12 @@ def for_another_target(version: Path, other: Path) -> None:
         (version / entry.name).write_bytes(entry.read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason", "is_repairable"),
-    [
-        (flip, "does not match the sha256", True),
-        (cut, "does not match the sha256", True),
-        (not_a_number, "not finite", True),
-        (for_another_target, "shape", False),
-    ],
-)
+@pytest.mark.parametrize(("damage", "reason", "is_repairable"), [
+    (flip, "does not match the sha256", True),
+    (cut, "does not match the sha256", True),
+    (not_a_number, "not finite", True),
+    (for_another_target, "shape", False),
+])  # fmt: skip
 def test_replicas_refuse_a_damaged_version(service, tmp_path, eventually, fault_result, damage, reason, is_repairable):
     good, damaged, following = (service.publish(shake) for _ in range(3))
     folder = service.registry.root / "general"

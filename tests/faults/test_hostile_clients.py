@@ -167,13 +167,9 @@ def write_generated_requests(file: Path) -> None:
     generated = []
 
     @settings(
-        max_examples=GENERATED_REQUESTS,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
+        max_examples=GENERATED_REQUESTS, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(sent=st.one_of([whole()] * 4 + [broken()]))
     def collect(sent):
         generated.append((sent.data.decode("latin-1"), sent.end))

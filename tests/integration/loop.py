@@ -24,13 +24,9 @@ from trainer.worker import Worker
 def settings_of(home: Path, **trainer: Any) -> Settings:
     """Return the settings of a trainer that learns quickly from few records."""
     defaults = {
-        "learning_rate": 0.03,
-        "steps_per_candidate": 25,
-        "min_records": 8,
-        "held_out": 0.3,
-        "micro_batch_tokens": 64,
+        "learning_rate": 0.03, "steps_per_candidate": 25, "min_records": 8, "held_out": 0.3, "micro_batch_tokens": 64,
         "update_tokens": 1,
-    }
+    }  # fmt: skip
     return Settings(
         home=home,
         target={"source": "toy"},  # type: ignore[arg-type]

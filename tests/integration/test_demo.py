@@ -104,29 +104,17 @@ def test_demo_detects_a_changed_output(settings, state, monkeypatch):
 
 def test_demo_report_has_the_documented_keys(measured, tmp_path):
     demo = DemoRun(
-        "the target",
-        60,
-        first=1,
-        last=2,
-        trained="language_model",
+        "the target", 60, first=1, last=2, trained="language_model",
         trainer={"published": 1, "rejected": 2, "trained": 3},
-    )
+    )  # fmt: skip
     demo.samples.append(MetricsSample(1, SpeculationCounts(2, 3, 4), 5, 6, 7, 0.008, 9, 10))
     write(tmp_path / "report.json", demo, measured[0])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report | {"held_out": None} == {
-        "target": "the target",
-        "requests": 0,
-        "failed": 0,
-        "tokens": 0,
-        "versions_published": 1,
-        "versions_rejected": 2,
-        "swaps": 7,
-        "swap_stall_ms_max": 8.0,
-        "traces": {"written": 9, "trained": 3, "dropped": 10},
-        "held_out": None,
-        "first_minute": report["first_minute"],
-    }
+        "target": "the target", "requests": 0, "failed": 0, "tokens": 0, "versions_published": 1,
+        "versions_rejected": 2, "swaps": 7, "swap_stall_ms_max": 8.0,
+        "traces": {"written": 9, "trained": 3, "dropped": 10}, "held_out": None, "first_minute": report["first_minute"],
+    }  # fmt: skip
     modes = {"plain", "first", "last", "recall", "language_model", "mixed", "greedy_identical"}
     assert set(report["held_out"]) == modes
     for figures in (report["first_minute"], *(report["held_out"][name] for name in ("recall", "mixed"))):

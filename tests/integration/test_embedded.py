@@ -87,18 +87,15 @@ def test_recall_service_has_no_trainer_and_saves_its_table(tiny_target, tmp_path
     assert about.target.name == str(tiny_target)
 
 
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        ("target.source=/nowhere/model", "there is no directory /nowhere/model"),
-        ("redis_url=redis://127.0.0.1:1/0", "redis_url"),
-        ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
-        ("serving.host=0.0.0.0", "serving.host 0.0.0.0 is open to other machines without a key"),
-        ("verification=chain", "verification chain would bias the output"),
-        ("growth.budget=32", "engine.max_draft is 8"),
-        ("trainer.node_labels=role=training", "trainer.node_labels apply only to clusters"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "reason"), [
+    ("target.source=/nowhere/model", "there is no directory /nowhere/model"),
+    ("redis_url=redis://127.0.0.1:1/0", "redis_url"),
+    ("serving.host=203.0.113.1", "serving.host 203.0.113.1"),
+    ("serving.host=0.0.0.0", "serving.host 0.0.0.0 is open to other machines without a key"),
+    ("verification=chain", "verification chain would bias the output"),
+    ("growth.budget=32", "engine.max_draft is 8"),
+    ("trainer.node_labels=role=training", "trainer.node_labels apply only to clusters"),
+])  # fmt: skip
 def test_failed_start_leaves_nothing_running(tmp_path, setting, reason):
     before = psutil.Process().children(recursive=True)
     small_drafts = ["--set", "engine.max_draft=8"] if setting == "growth.budget=32" else []

@@ -51,9 +51,7 @@ def test_recent_events_are_limited_by_count_and_kind(events: Events):
     assert [event["version"] for event in events.recent(1, steps=False)] == [3]
 
 
-def test_event_lists_are_bounded_and_steps_keep_a_swap(
-    events: Events, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-):
+def test_event_lists_are_bounded_and_steps_keep_a_swap(events: Events, redis_client: redis.Redis, monkeypatch):
     monkeypatch.setattr(module, "MAX_EVENTS", 5)
     events.add("swapped", "code", 7)
     for number in range(20):

@@ -54,15 +54,10 @@ def settings(tiny_target: Path, tmp_path: Path, redis_url: str) -> Settings:
         drafter={"kind": "eagle", "vocabulary": VOCABULARY},
         tap={"dashboard_port": free_port()},
         trainer={
-            "min_records": 6,
-            "held_out": 0.3,
-            "steps_per_candidate": 20,
-            "micro_batch_tokens": 96,
-            "update_tokens": 64,
-            "learning_rate": 0.01,
-            "tracking": "none",
+            "min_records": 6, "held_out": 0.3, "steps_per_candidate": 20, "micro_batch_tokens": 96, "update_tokens": 64,
+            "learning_rate": 0.01, "tracking": "none",
         },
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -199,19 +194,16 @@ def test_drafter_learns_from_traces_of_vllm_without_a_teacher(settings, assemble
     assert not redis_client.exists("osd:tapped:domain:general"), "no exchanges are read"
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"drafter": {"kind": "medusa"}}, "^drafter.kind medusa does not learn from traces of vLLM"),
-        ({"trainer": {"samples": "student"}}, "^trainer.samples must be teacher: vLLM's traces have no distributions"),
-        (
-            {"drafter": {"kind": "eagle"}, "growth": {"kind": "acceptance_head"}},
-            "acceptance head, and vLLM drafts chains without one$",
-        ),
-        ({"trainer": {"extra_domains": "sql"}}, "^trainer.extra_domains: "),
-        ({"capture": {"enabled": False}}, "capture.enabled must allow it$"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"drafter": {"kind": "medusa"}}, "^drafter.kind medusa does not learn from traces of vLLM"),
+    ({"trainer": {"samples": "student"}}, "^trainer.samples must be teacher: vLLM's traces have no distributions"),
+    (
+        {"drafter": {"kind": "eagle"}, "growth": {"kind": "acceptance_head"}},
+        "acceptance head, and vLLM drafts chains without one$",
+    ),
+    ({"trainer": {"extra_domains": "sql"}}, "^trainer.extra_domains: "),
+    ({"capture": {"enabled": False}}, "capture.enabled must allow it$"),
+])  # fmt: skip
 def test_settings_that_traces_of_vllm_cannot_satisfy_are_refused(changed, message):
     with pytest.raises(ConfigError, match=message):
         check_learning(Settings(**changed), capture=True)
@@ -221,18 +213,15 @@ def test_traces_of_vllm_have_the_verdicts_of_rejected_positions():
     check_learning(Settings(trainer={"positions": "rejected"}), capture=True)
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"trainer": {"enabled": False}}, "trainer.enabled"),
-        ({"drafter": {"kind": "none"}}, "drafter.kind"),
-        ({"trainer": {"positions": "rejected"}}, "trainer.positions"),
-        ({"trainer": {"samples": "student"}}, "trainer.samples"),
-        ({"trainer": {"workers": 2}}, "trainer.workers"),
-        ({"trainer": {"processes": 2}}, "trainer.processes"),
-        ({"trainer": {"extra_domains": "sql"}}, "trainer.extra_domains"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"trainer": {"enabled": False}}, "trainer.enabled"),
+    ({"drafter": {"kind": "none"}}, "drafter.kind"),
+    ({"trainer": {"positions": "rejected"}}, "trainer.positions"),
+    ({"trainer": {"samples": "student"}}, "trainer.samples"),
+    ({"trainer": {"workers": 2}}, "trainer.workers"),
+    ({"trainer": {"processes": 2}}, "trainer.processes"),
+    ({"trainer": {"extra_domains": "sql"}}, "trainer.extra_domains"),
+])  # fmt: skip
 def test_unsuitable_settings_of_learning_are_refused(changed, named):
     with pytest.raises(ConfigError, match=named):
         check_learning(Settings(**changed))

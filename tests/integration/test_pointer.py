@@ -51,13 +51,10 @@ def test_pointer_returns_the_rollout_of_each_domain(pointer: Pointer):
     assert without_moves(pointer.get("code")) == CANARY
 
 
-@pytest.mark.parametrize(
-    "rollout",
-    [
-        Rollout(0, None, 0.0, 1.0), Rollout(1, 0, 0.0, 1.0), Rollout(1, 2, 1.5, 1.0), Rollout(1, 2, -0.1, 1.0),
-        Rollout(10, None, 0.0, 1.0), Rollout(1, 10, 0.1, 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("rollout", [
+    Rollout(0, None, 0.0, 1.0), Rollout(1, 0, 0.0, 1.0), Rollout(1, 2, 1.5, 1.0), Rollout(1, 2, -0.1, 1.0),
+    Rollout(10, None, 0.0, 1.0), Rollout(1, 10, 0.1, 1.0),
+])  # fmt: skip
 def test_pointer_refuses_an_invalid_rollout_and_keeps_the_old(pointer: Pointer, rollout: Rollout):
     before = put(pointer, "general", STABLE)
     with pytest.raises(ValueError, match=r"^rollout of general: "):

@@ -53,9 +53,7 @@ def test_turn_of_a_dead_process_expires_after_a_minute(redis_url: str, redis_cli
             assert redis_client.zscore(KEY, "dead") is None
 
 
-def test_pull_continues_without_a_turn_after_the_wait(
-    redis_url: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_pull_continues_without_a_turn_after_the_wait(redis_url: str, redis_client: redis.Redis, monkeypatch, caplog):
     monkeypatch.setattr(pulls, "WAIT_SECONDS", 0.2)
     with Pulls(redis_url, 1) as holder, Pulls(redis_url, 1) as waiter, holder.turn():
         with waiter.turn():

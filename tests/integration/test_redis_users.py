@@ -86,18 +86,15 @@ def test_rights_of_osd_suffice_for_a_service_and_a_trainer(users, make_loop, tin
     eventually(lambda: worker.status()["published"] >= 1)
 
 
-@pytest.mark.parametrize(
-    ("user", "command"),
-    [
-        ("traces", ["SET", "osd:rollout:general", "x"]),
-        ("traces", ["XREVRANGE", "osd:events", "+", "-"]),
-        ("traces", ["HGETALL", "RAYosd@KV"]),
-        ("osd", ["HGETALL", "RAYosd@KV"]),
-        ("osd", ["FLUSHALL"]),
-        ("ray", ["XREVRANGE", "osd:traces:domain:general", "+", "-"]),
-        ("ray", ["CONFIG", "GET", "requirepass"]),
-    ],
-)
+@pytest.mark.parametrize(("user", "command"), [
+    ("traces", ["SET", "osd:rollout:general", "x"]),
+    ("traces", ["XREVRANGE", "osd:events", "+", "-"]),
+    ("traces", ["HGETALL", "RAYosd@KV"]),
+    ("osd", ["HGETALL", "RAYosd@KV"]),
+    ("osd", ["FLUSHALL"]),
+    ("ray", ["XREVRANGE", "osd:traces:domain:general", "+", "-"]),
+    ("ray", ["CONFIG", "GET", "requirepass"]),
+])  # fmt: skip
 def test_other_keys_and_commands_are_refused(users, redis_client, user, command):
     with connect(users(user)) as client, pytest.raises(NoPermissionError):
         client.execute_command(*command)

@@ -139,16 +139,9 @@ def test_purge_of_a_response_deletes_all_its_choices(redis_url, redis_client, ma
     assert retention.purge("cmpl-1") == 0
 
 
-@pytest.mark.parametrize(
-    ("request_id", "purged_id", "belonging"),
-    [
-        ("a-0", "a", True),
-        ("a-10", "a", True),
-        ("a-0", "a-0", True),
-        ("a-0", "a-", False),
-        ("ab-0", "a", False),
-        ("a", "a", True),
-    ],
-)
+@pytest.mark.parametrize(("request_id", "purged_id", "belonging"), [
+    ("a-0", "a", True), ("a-10", "a", True), ("a-0", "a-0", True), ("a-0", "a-", False), ("ab-0", "a", False),
+    ("a", "a", True),
+])  # fmt: skip
 def test_record_belongs_to_its_request_and_its_response(request_id, purged_id, belonging):
     assert belongs(request_id, purged_id) is belonging

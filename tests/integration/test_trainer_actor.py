@@ -47,15 +47,11 @@ def settings(tiny_target, tmp_path, redis_url):
         target={"source": str(tiny_target)},  # type: ignore[arg-type]
         drafter={"kind": "eagle", "vocabulary": VOCABULARY},  # type: ignore[arg-type]
         trainer={
-            "min_records": 8,
-            "held_out": 0.3,
-            "micro_batch_tokens": 96,
-            "update_tokens": 64,
-            "steps_per_candidate": 40,
+            "min_records": 8, "held_out": 0.3, "micro_batch_tokens": 96, "update_tokens": 64, "steps_per_candidate": 40,
             "learning_rate": 0.01,
         },  # type: ignore[arg-type]
         capture={"max_queue": 1000, "max_records": 1000},  # type: ignore[arg-type]
-    )
+    )  # fmt: skip
     ensure_version(settings, redis_url, tiny_target)
     return settings
 

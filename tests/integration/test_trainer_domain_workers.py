@@ -90,9 +90,7 @@ def start(redis_url: str, settings: Settings, pointer: Pointer, send, monkeypatc
     return begin
 
 
-def test_each_domain_learns_from_its_own_traffic(
-    start: Start, settings: Settings, pointer: Pointer, eventually
-) -> None:
+def test_each_domain_learns_from_its_own_traffic(start: Start, settings: Settings, pointer: Pointer, eventually):
     workers = start(general=40, code=50)
     eventually(lambda: workers.status()["published"] and workers.status()["extra_domains"]["code"]["published"])
     general, code = workers.status(), workers.status()["extra_domains"]["code"]
@@ -153,9 +151,7 @@ def trains_alone(workers: DomainWorkers, active: Callable[[Any], Any], idle: Cal
     return idle(workers.status())["steps"] == idle(before)["steps"]
 
 
-def test_error_in_one_domain_ends_all_and_is_raised(
-    redis_url: str, settings: Settings, pointer: Pointer, start: Start
-) -> None:
+def test_error_in_one_domain_ends_all_and_is_raised(redis_url: str, settings: Settings, pointer: Pointer, start: Start):
     def broken(config: dict[str, Any]) -> Toy:
         raise MemoryError("no memory")
 

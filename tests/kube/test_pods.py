@@ -17,13 +17,9 @@ pytestmark = [pytest.mark.kube, pytest.mark.timeout(600)]
 
 STREAMS = 4
 SETTINGS = {
-    "target.source": "/data/tiny",
-    "target.dtype": "float32",
-    "engine.slots": 8,
-    "engine.context": 1024,
-    "engine.threads": 1,
-    "drafter.kind": "none",
-}
+    "target.source": "/data/tiny", "target.dtype": "float32", "engine.slots": 8, "engine.context": 1024,
+    "engine.threads": 1, "drafter.kind": "none",
+}  # fmt: skip
 
 
 def test_pods_serve_and_a_pod_that_ends_completes_its_streams(tmp_path):

@@ -176,20 +176,17 @@ def test_website_has_every_page_in_the_order_of_the_readme():
     assert [page for page in pages if page in linked] == linked
 
 
-@pytest.mark.parametrize(
-    ("page", "link", "changed"),
-    [
-        ("docs/http.md", "keys.md#limits", "keys.md#limits"),
-        ("docs/http.md", "../benchmarks/net.md", "benchmarks/net.md"),
-        ("docs/vllm.md", "../deploy/serve.vllm.yaml", "deploy/serve.vllm.yaml"),
-        ("benchmarks/net.md", "../docs/economy.md#terms", "../economy.md#terms"),
-        ("benchmarks/net.md", "README.md", "README.md"),
-        ("SECURITY.md", "docs/settings.md", "settings.md"),
-        ("docs/index.md", "../README.md", "index.md"),
-        ("docs/http.md", "https://example.org/a.md", "https://example.org/a.md"),
-        ("docs/http.md", "#limits", "#limits"),
-    ],
-)
+@pytest.mark.parametrize(("page", "link", "changed"), [
+    ("docs/http.md", "keys.md#limits", "keys.md#limits"),
+    ("docs/http.md", "../benchmarks/net.md", "benchmarks/net.md"),
+    ("docs/vllm.md", "../deploy/serve.vllm.yaml", "deploy/serve.vllm.yaml"),
+    ("benchmarks/net.md", "../docs/economy.md#terms", "../economy.md#terms"),
+    ("benchmarks/net.md", "README.md", "README.md"),
+    ("SECURITY.md", "docs/settings.md", "settings.md"),
+    ("docs/index.md", "../README.md", "index.md"),
+    ("docs/http.md", "https://example.org/a.md", "https://example.org/a.md"),
+    ("docs/http.md", "#limits", "#limits"),
+])  # fmt: skip
 def test_website_changes_links_to_files_outside_docs(page: str, link: str, changed: str):
     assert with_site_links(page, f"A [link]({link}).") == f"A [link]({changed})."
 

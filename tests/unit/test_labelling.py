@@ -35,19 +35,9 @@ TEMPLATE = (
 
 def exchange(answer: str = "Yes.", prompt: Any = "Is it?", **changed: Any) -> Exchange:
     fields: dict[str, Any] = {
-        "request_id": "cmpl-1-0",
-        "created": 5.0,
-        "domain": "general",
-        "target": "tiny",
-        "temperature": 0.7,
-        "top_k": 3,
-        "top_p": 0.9,
-        "chat": b"",
-        "text": json.dumps(prompt).encode(),
-        "answer": answer,
-        "calls": (),
-        "ended": True,
-    }
+        "request_id": "cmpl-1-0", "created": 5.0, "domain": "general", "target": "tiny", "temperature": 0.7, "top_k": 3,
+        "top_p": 0.9, "chat": b"", "text": json.dumps(prompt).encode(), "answer": answer, "calls": (), "ended": True,
+    }  # fmt: skip
     return Exchange(**{**fields, **changed})
 
 
@@ -156,16 +146,13 @@ def test_calls_are_rendered_with_the_chat_template(renderer):
     assert tokenizer().decode(read.prompt).startswith("<tools>")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"answer": "", "ended": False},
-        {"prompt": [1, VOCABULARY]},
-        {"prompt": []},
-        chat([{"role": "user", "content": "Hi"}], options={"chat_template": "{{ 1 }}"}),
-        chat([{"role": "user", "content": "Hi"}], options={"tokenize": True}),
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"answer": "", "ended": False},
+    {"prompt": [1, VOCABULARY]},
+    {"prompt": []},
+    chat([{"role": "user", "content": "Hi"}], options={"chat_template": "{{ 1 }}"}),
+    chat([{"role": "user", "content": "Hi"}], options={"tokenize": True}),
+])  # fmt: skip
 def test_invalid_exchange_raises_trace_error(renderer, fields):
     with pytest.raises(TraceError):
         renderer.read(exchange(**fields))

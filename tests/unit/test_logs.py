@@ -41,13 +41,9 @@ def test_json_log_writes_one_line_per_record():
     first, second = lines_of(run(code).stderr)
     assert first.pop("time").endswith("+00:00")
     assert first == {
-        "level": "info",
-        "logger": "serving.x",
-        "process": "replica a",
-        "event": "done",
-        "message": "two\nlines of 3",
+        "level": "info", "logger": "serving.x", "process": "replica a", "event": "done", "message": "two\nlines of 3",
         "tokens": 7,
-    }
+    }  # fmt: skip
     assert (second["level"], second["logger"], second["event"], second["message"]) == (
         "warning",
         "else",

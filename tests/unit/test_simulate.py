@@ -60,20 +60,17 @@ def test_assumptions_override_the_scenario_file(tmp_path):
     assert (scenario.seconds, scenario.domains.count, scenario.costs.gpu) == (60, 5, "l4")
 
 
-@pytest.mark.parametrize(
-    ("assumed", "words"),
-    [
-        ("domains.cont=3", "did you mean domains.count?"),
-        ("domains.count=0", "domains.count (--assume) must be at least 1, not 0"),
-        ("costs.gpu=h900", "'h100', 'h200', 'a100' or 'l4', not h900"),
-        ("costs.file=a.json", "is not read by kind published"),
-        ("arrivals.kind=trace", "arrivals.file"),
-        ("prices.gigabyte=inf", "finite"),
-        ("seconds=nan", "finite"),
-        ("domains.gain=9", "a draft of 5 gives 6 at most"),
-        ("domains", "--assume needs key=value, as in domains.count=20"),
-    ],
-)
+@pytest.mark.parametrize(("assumed", "words"), [
+    ("domains.cont=3", "did you mean domains.count?"),
+    ("domains.count=0", "domains.count (--assume) must be at least 1, not 0"),
+    ("costs.gpu=h900", "'h100', 'h200', 'a100' or 'l4', not h900"),
+    ("costs.file=a.json", "is not read by kind published"),
+    ("arrivals.kind=trace", "arrivals.file"),
+    ("prices.gigabyte=inf", "finite"),
+    ("seconds=nan", "finite"),
+    ("domains.gain=9", "a draft of 5 gives 6 at most"),
+    ("domains", "--assume needs key=value, as in domains.count=20"),
+])  # fmt: skip
 def test_invalid_assumption_is_refused_in_one_line(assumed, words):
     assert words in refusal(run_cli("simulate", "--assume", assumed))
 
@@ -86,16 +83,13 @@ def test_invalid_scenario_file_is_refused_by_its_name(tmp_path):
     assert "domains.count" in refusal(run_cli("simulate", "--scenario", str(file)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--set", "trainer.enabled=false"], "training is off: set trainer.enabled"),
-        (["--set", "serving.max_queue=2"], "serving.max_queue"),
-        (["--plot", "a.png"], ".svg"),
-        (["--assume", "costs.kind=measured", "--assume", "costs.file=nowhere.json"], "nowhere.json"),
-        (["--assume", "arrivals.kind=trace", "--assume", "arrivals.file=nowhere.csv"], "nowhere.csv"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--set", "trainer.enabled=false"], "training is off: set trainer.enabled"),
+    (["--set", "serving.max_queue=2"], "serving.max_queue"),
+    (["--plot", "a.png"], ".svg"),
+    (["--assume", "costs.kind=measured", "--assume", "costs.file=nowhere.json"], "nowhere.json"),
+    (["--assume", "arrivals.kind=trace", "--assume", "arrivals.file=nowhere.csv"], "nowhere.csv"),
+])  # fmt: skip
 def test_invalid_simulation_is_refused_in_one_line(arguments, words):
     result = run_cli("simulate", *SMALL, *arguments)
     assert result.exit_code == 2

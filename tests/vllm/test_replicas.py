@@ -59,20 +59,11 @@ def up(vllm_world: VllmWorld, tmp_path_factory: pytest.TempPathFactory) -> Itera
     port, environment = free_port(), variables("v1")
     del environment["LD_PRELOAD"]  # the replica finds the library of its own environment
     options = {
-        "target.source": vllm_world.target,
-        "target.dtype": "float32",
-        "engine.kind": "vllm",
-        "engine.vllm.python": python,
-        "engine.vllm.args": _ARGS,
-        "drafter.kind": "eagle",
-        "drafter.vocabulary": 200,
-        "growth.kind": "chain",
-        "growth.depth": DEPTH,
-        "trainer.enabled": "false",
-        "trainer.canary_share": 0.5,
-        "serving.port": port,
-        "serving.replicas": 2,
-    }
+        "target.source": vllm_world.target, "target.dtype": "float32", "engine.kind": "vllm",
+        "engine.vllm.python": python, "engine.vllm.args": _ARGS, "drafter.kind": "eagle", "drafter.vocabulary": 200,
+        "growth.kind": "chain", "growth.depth": DEPTH, "trainer.enabled": "false", "trainer.canary_share": 0.5,
+        "serving.port": port, "serving.replicas": 2,
+    }  # fmt: skip
     arguments = [argument for key, value in options.items() for argument in ("--set", f"{key}={value}")]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():

@@ -36,11 +36,7 @@ def test_command_shows_and_writes_fit_and_prediction(file, tmp_path):
     assert expected["divergence"] == pytest.approx(float(LAW.loss(24e6, 20_000)), rel=0.05)
     assert (files[1].read_text().count("<polyline"), files[1].read_text().count("<circle")) == (4, 16)
     text = files[2].read_text()
-    for title in (
-        "16 points",
-        "the largest run, held out",
-        "24,000,000 parameters after 20,000",
-    ):
+    for title in ("16 points", "the largest run, held out", "24,000,000 parameters after 20,000"):
         assert title in text
         assert title in result.output
     assert text.count("8 layers, 256 records, 10240 tokens") == 2
@@ -56,17 +52,13 @@ def test_points_of_several_files_are_fitted_together(tmp_path):
     assert "16 points" in result.output
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (
-            points(SIZES[:3], RECORDS, noise=0.002) + points(SIZES[3:], RECORDS[:1]),
-            "1,280 tokens of traffic for 16,000,000",
-        ),
-        (points(SIZES[:3], RECORDS[:3], noise=0.002), "the law needs 7 points"),
-    ],
-    ids=["no prediction", "too few points"],
-)
+@pytest.mark.parametrize(("made", "message"), [
+    (
+        points(SIZES[:3], RECORDS, noise=0.002) + points(SIZES[3:], RECORDS[:1]),
+        "1,280 tokens of traffic for 16,000,000",
+    ),
+    (points(SIZES[:3], RECORDS[:3], noise=0.002), "the law needs 7 points"),
+], ids=["no prediction", "too few points"])  # fmt: skip
 def test_unpredictable_largest_drafter_is_not_held_out(tmp_path, made, message):
     write(tmp_path / "a.jsonl", made)
     result = analyze(tmp_path / "a.jsonl")
@@ -76,15 +68,12 @@ def test_unpredictable_largest_drafter_is_not_held_out(tmp_path, made, message):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layers", 3], "a prediction needs --traffic, and --layers or --parameters"),
-        (["--traffic", 3000], "a prediction needs --traffic, and --layers or --parameters"),
-        (["--layers", 3, "--parameters", 6, "--traffic", 3000], "--layers and --parameters both set the size"),
-        (["--parameters", 200_000_000, "--traffic", 90_000], "200,000,000 parameters are more than a decade outside"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--layers", 3], "a prediction needs --traffic, and --layers or --parameters"),
+    (["--traffic", 3000], "a prediction needs --traffic, and --layers or --parameters"),
+    (["--layers", 3, "--parameters", 6, "--traffic", 3000], "--layers and --parameters both set the size"),
+    (["--parameters", 200_000_000, "--traffic", 90_000], "200,000,000 parameters are more than a decade outside"),
+])  # fmt: skip
 def test_impossible_prediction_prints_one_line_and_exits_2(file, arguments, message):
     result = analyze(file, *arguments)
     assert result.exit_code == 2

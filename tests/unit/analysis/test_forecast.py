@@ -91,15 +91,12 @@ def test_largest_run_has_the_most_compute():
     assert (len(rest.points), predicted) == (12, [held])
 
 
-@pytest.mark.parametrize(
-    ("sizes", "records", "message"),
-    [
-        (SIZES, made_up.RECORDS[:2], "not 8 of 4 and 2"),
-        (SIZES[:2], made_up.RECORDS, "not 8 of 2 and 4"),
-        (SIZES[:1], made_up.RECORDS, "not 4 of 1 and 4"),
-        ((), (), "not 0 of 0 and 0"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "records", "message"), [
+    (SIZES, made_up.RECORDS[:2], "not 8 of 4 and 2"),
+    (SIZES[:2], made_up.RECORDS, "not 8 of 2 and 4"),
+    (SIZES[:1], made_up.RECORDS, "not 4 of 1 and 4"),
+    ((), (), "not 0 of 0 and 0"),
+])  # fmt: skip
 def test_too_few_points_are_refused_with_the_minimum(sizes, records, message):
     with pytest.raises(ScalingError, match=r"needs 7 points of 3 sizes and 3 amounts of traffic, " + message):
         Forecaster(points(sizes, records))
@@ -128,16 +125,13 @@ def test_points_of_several_runs_are_refused():
         Forecaster([*points(), *points(run=other)])
 
 
-@pytest.mark.parametrize(
-    ("parameters", "tokens", "message"),
-    [
-        (161_000_000, 90_000, r"161,000,000 parameters are more than a decade outside of the 2,000,000 to 16,000,000"),
-        (199_000, 2000, r"199,000 parameters"),
-        (2_000_000, 102_500, r"102,500 tokens of traffic are more than a decade outside of the 1,280 to 10,240"),
-        (200_000, 127, r"127 tokens of traffic"),
-        (16_000_000, 1270, r"fewer for each parameter than any drafter was measured with: 1,280 are the least"),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "tokens", "message"), [
+    (161_000_000, 90_000, r"161,000,000 parameters are more than a decade outside of the 2,000,000 to 16,000,000"),
+    (199_000, 2000, r"199,000 parameters"),
+    (2_000_000, 102_500, r"102,500 tokens of traffic are more than a decade outside of the 1,280 to 10,240"),
+    (200_000, 127, r"127 tokens of traffic"),
+    (16_000_000, 1270, r"fewer for each parameter than any drafter was measured with: 1,280 are the least"),
+])  # fmt: skip
 def test_prediction_far_from_the_points_is_refused(forecaster, parameters, tokens, message):
     with pytest.raises(ScalingError, match=message):
         forecaster.predict(parameters, tokens)

@@ -26,34 +26,28 @@ def test_prompts_are_read_in_order_without_other_fields(tmp_path: Path):
     assert len({prompt.prompt for prompt in prompts}) == 240
     assert {prompt.task for prompt in prompts} == {"text-to-code generation", "code completion", "code translation"}
     assert list(prompts[2].groups()) == [
-        PromptGroup("all", ""),
-        PromptGroup("category", "code-to-code"),
-        PromptGroup("task", "code completion"),
-        PromptGroup("level", "code-to-code 2"),
-        PromptGroup("language", "python"),
-    ]
+        PromptGroup("all", ""), PromptGroup("category", "code-to-code"), PromptGroup("task", "code completion"),
+        PromptGroup("level", "code-to-code 2"), PromptGroup("language", "python"),
+    ]  # fmt: skip
     assert PromptGroup("language", "python") not in prompts[0].groups()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[{", "is not JSON: EOF"),
-        ("\xff", "is not JSON"),
-        ({"prompts": []}, "must hold a JSON list of prompts"),
-        ([], "holds no prompt"),
-        ([ITEM, 7], "prompt 1 counted from 0: Input should be an object, not 7"),
-        ([{name: ITEM[name] for name in ITEM if name != "level"}], "prompt 0 counted from 0, field level: Field req"),
-        ([ITEM | {"task": "code poetry"}], "field task: Input should be 'text-to-code generation', 'code completion'"),
-        ([ITEM | {"category": "text"}], "field category: Input should be 'text-to-code' or 'code-to-code', not 'text'"),
-        ([ITEM | {"level": 4}], "field level: Input should be less than or equal to 3, not 4"),
-        ([ITEM | {"level": "1"}], "field level: Input should be a valid integer, not '1'"),
-        ([ITEM | {"pid": True}], "field pid: Input should be a valid integer"),
-        ([ITEM | {"prompt": " \n"}], "field prompt: String should match pattern"),
-        ([ITEM | {"language": ""}], "field language: String should match pattern"),
-        ([ITEM, ITEM | {"prompt": "Another."}], "2 prompts have the pid 1; give each prompt a unique pid"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "message"), [
+    ("[{", "is not JSON: EOF"),
+    ("\xff", "is not JSON"),
+    ({"prompts": []}, "must hold a JSON list of prompts"),
+    ([], "holds no prompt"),
+    ([ITEM, 7], "prompt 1 counted from 0: Input should be an object, not 7"),
+    ([{name: ITEM[name] for name in ITEM if name != "level"}], "prompt 0 counted from 0, field level: Field req"),
+    ([ITEM | {"task": "code poetry"}], "field task: Input should be 'text-to-code generation', 'code completion'"),
+    ([ITEM | {"category": "text"}], "field category: Input should be 'text-to-code' or 'code-to-code', not 'text'"),
+    ([ITEM | {"level": 4}], "field level: Input should be less than or equal to 3, not 4"),
+    ([ITEM | {"level": "1"}], "field level: Input should be a valid integer, not '1'"),
+    ([ITEM | {"pid": True}], "field pid: Input should be a valid integer"),
+    ([ITEM | {"prompt": " \n"}], "field prompt: String should match pattern"),
+    ([ITEM | {"language": ""}], "field language: String should match pattern"),
+    ([ITEM, ITEM | {"prompt": "Another."}], "2 prompts have the pid 1; give each prompt a unique pid"),
+])  # fmt: skip
 def test_invalid_file_raises_one_line(tmp_path: Path, content: Any, message: str):
     path = tmp_path / "prompts.json"
     path.write_text(content, encoding="latin-1") if isinstance(content, str) else written(tmp_path, content)

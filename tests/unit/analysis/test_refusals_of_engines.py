@@ -63,14 +63,8 @@ def test_drafters_and_swaps_do_not_change_refusals(tiny_target: Path):
     )
     swapped = [f"{kind}, swapped" for kind in ("mixed", "eagle", "language_model")]
     assert {comparison.way for comparison in comparisons} == {
-        PLAIN,
-        AGAIN,
-        "recall",
-        "mixed",
-        "eagle",
-        "language_model",
-        *swapped,
-    }
+        PLAIN, AGAIN, "recall", "mixed", "eagle", "language_model", *swapped,
+    }  # fmt: skip
     for comparison in comparisons:
         assert len(comparison.differences) == comparison.ties
         assert 0.1 < comparison.rates[0].labels["GOOD"].share < 0.9
@@ -149,9 +143,7 @@ def test_command_without_differences_exits_0_and_writes_report(tiny_target: Path
     assert not any(comparison["prompt"] in json.dumps(report) for comparison in harmless.prompts(3))
 
 
-def test_failing_judge_prints_one_line_and_writes_no_report(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failing_judge_prints_one_line_and_writes_no_report(tiny_target: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     with scripted((200, completion("GOOD")), (401, b"{}")) as script:
         result = analyze(tiny_target, tmp_path, "--judge-url", script.url, "--judge-model", "m")
@@ -161,23 +153,20 @@ def test_failing_judge_prints_one_line_and_writes_no_report(
     assert not (tmp_path / "report.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--domain", "code"], "--domain: needs --url"),
-        (["--url", "http://127.0.0.1:1"], "--draft: a service at --url has its own drafters"),
-        (["--draft", "ngram"], "--draft must be one of"),
-        (["--judge-model", "m"], "need --judge-url"),
-        (["--judge-url", "http://a"], "--judge-url: needs --judge-model"),
-        (["--judge-url", "http://u:p@a", "--judge-model", "m"], "the part before @ is visible to other users"),
-        (
-            ["--judge-url", "http://a", "--judge-model", "m", "--judge-key-file", "/nowhere"],
-            "--judge-key-file /nowhere cannot be read: No such file or directory",
-        ),
-        (["--report", "/nowhere/report.json"], "--report: cannot write /nowhere/report.json"),
-        (["--tokens", "250"], "prompt pid 1 has more than the 6 tokens that engine.context leaves"),
-    ],
-)
+@pytest.mark.parametrize(("more", "message"), [
+    (["--domain", "code"], "--domain: needs --url"),
+    (["--url", "http://127.0.0.1:1"], "--draft: a service at --url has its own drafters"),
+    (["--draft", "ngram"], "--draft must be one of"),
+    (["--judge-model", "m"], "need --judge-url"),
+    (["--judge-url", "http://a"], "--judge-url: needs --judge-model"),
+    (["--judge-url", "http://u:p@a", "--judge-model", "m"], "the part before @ is visible to other users"),
+    (
+        ["--judge-url", "http://a", "--judge-model", "m", "--judge-key-file", "/nowhere"],
+        "--judge-key-file /nowhere cannot be read: No such file or directory",
+    ),
+    (["--report", "/nowhere/report.json"], "--report: cannot write /nowhere/report.json"),
+    (["--tokens", "250"], "prompt pid 1 has more than the 6 tokens that engine.context leaves"),
+])  # fmt: skip
 def test_invalid_options_print_one_line(tiny_target: Path, tmp_path: Path, more: list[str], message: str):
     result = analyze(tiny_target, tmp_path, *more)
     assert result.exit_code == 2, result.output

@@ -19,12 +19,8 @@ def test_byte_alphabet_matches_transformers():
 def test_byte_level_tokens_are_decoded():
     vocabulary = Vocabulary.of("v", byte_level([" the", "ж", b"\xd0", "\n\n"], added=["<|end|>"]))
     assert vocabulary.tokens == {
-        0: (b" the", False),
-        1: ("ж".encode(), False),
-        2: (b"\xd0", False),
-        3: (b"\n\n", False),
-        4: (b"<|end|>", True),
-    }
+        0: (b" the", False), 1: ("ж".encode(), False), 2: (b"\xd0", False), 3: (b"\n\n", False), 4: (b"<|end|>", True),
+    }  # fmt: skip
     assert vocabulary.byte_ids == frozenset()
     assert vocabulary.size == 5
 

@@ -111,9 +111,7 @@ def test_split_texts_keeps_a_source_in_one_part() -> None:
     assert min(len(seen), len(unseen)) > 20
 
 
-def test_completion_command_writes_all_figures(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_command_writes_all_figures(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "benchmarks.completion.completion.library_texts",
         lambda: [SourceText(str(n), f"def f{n}(a): return a" * 4) for n in range(9)],

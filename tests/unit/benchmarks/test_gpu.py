@@ -49,9 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return command.main()
 
 
-def test_step_with_figures_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_step_with_figures_is_skipped(monkeypatch, tmp_path: Path, capsys):
     (tmp_path / "forward-1b.json").write_text("{}")
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "forward-1b") == 0
     assert capsys.readouterr().out == ""
@@ -79,9 +77,7 @@ def test_figures_are_complete_and_name_the_machine(monkeypatch: pytest.MonkeyPat
     assert {path.name for path in tmp_path.iterdir()} == {"forward-1b.json", "swap-1b.failed.txt"}
 
 
-def test_failed_step_is_followed_by_a_new_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_step_is_followed_by_a_new_process(monkeypatch, tmp_path: Path, capsys):
     """Of two small processes one fails and one waits with a child; the child is killed at the time limit."""
     script = """import subprocess, sys, time
 from pathlib import Path

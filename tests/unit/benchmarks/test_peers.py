@@ -192,12 +192,8 @@ def test_first_layers_of_gguf_keep_their_tensors(tmp_path: Path):
 def test_peers_command_compares_and_names_problems(tiny_target: Path, tmp_path: Path):
     names, file = ["transformers-assisted", "llama-cpp"], tmp_path / "peers.json"
     arguments = [
-        *(part for name in names for part in ("--peer", name)),
-        "--prompts",
-        stream_file(tmp_path),
-        "--report",
-        file,
-    ]
+        *(part for name in names for part in ("--peer", name)), "--prompts", stream_file(tmp_path), "--report", file,
+    ]  # fmt: skip
     arguments += ["--draft", "eagle", "--turns", 1, "--tokens", 12, "--after", 1, "--unseen", 2]
     settings = ["engine.context=128", "drafter.kind=eagle", "drafter.vocabulary=100", "growth.governed=false"]
     result = osd(tiny_target, tmp_path, "bench", "peers", *arguments, settings=settings)

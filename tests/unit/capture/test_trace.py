@@ -38,13 +38,10 @@ def test_decoded_trace_equals_the_encoded_trace(trace: Trace):
     np.testing.assert_array_equal(again.target_ids.numpy(), trace.target_ids.numpy())
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [
-        (np.array([[0x3F80, 0xC000]], np.uint16), "bfloat16"),  # the bits of 1.0 and -2.0
-        (np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2], "int32"),  # not contiguous
-    ],
-)
+@pytest.mark.parametrize(("values", "dtype"), [
+    (np.array([[0x3F80, 0xC000]], np.uint16), "bfloat16"),  # the bits of 1.0 and -2.0
+    (np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2], "int32"),  # not contiguous
+])  # fmt: skip
 def test_unpacked_array_has_its_values_and_is_read_only(values: np.ndarray, dtype: str):
     array = Array.of(values, dtype)
     assert array.dtype == dtype
@@ -53,51 +50,26 @@ def test_unpacked_array_has_its_values_and_is_read_only(values: np.ndarray, dtyp
         array.numpy()[0] = 1
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        Array("float16", (3,), b"1234"),
-        Array("no_such_type", (1,), b"1"),
-        Array("object", (1,), b"12345678"),
-        Array("(1000000000,)f4", (0,), b""),
-        Array("float16", (-1,), b"1234"),
-        Array("float16", (-2, -1), b"1234"),
-        Array("float16", (2, -1), b"1234"),
-        Array("float16", (1 << 40, 0), b""),
-        Array("int8", ((1 << 24) + 1, 0), b""),
-        Array("float16", (0, 1 << 70), b""),
-        Array("float16", (1 << 62, 4), b"1234"),
-        Array("float16", (), b"12"),
-        Array("float16", (1, 1, 1), b"12"),
-        Array("float16", (1,) * 33, b"12"),
-    ],
-)
+@pytest.mark.parametrize("array", [
+    Array("float16", (3,), b"1234"), Array("no_such_type", (1,), b"1"), Array("object", (1,), b"12345678"),
+    Array("(1000000000,)f4", (0,), b""), Array("float16", (-1,), b"1234"), Array("float16", (-2, -1), b"1234"),
+    Array("float16", (2, -1), b"1234"), Array("float16", (1 << 40, 0), b""), Array("int8", ((1 << 24) + 1, 0), b""),
+    Array("float16", (0, 1 << 70), b""), Array("float16", (1 << 62, 4), b"1234"), Array("float16", (), b"12"),
+    Array("float16", (1, 1, 1), b"12"), Array("float16", (1,) * 33, b"12"),
+])  # fmt: skip
 def test_array_with_wrong_bytes_or_dimensions_is_refused(array: Array):
     with pytest.raises(TraceError, match=r"^array of "):
         array.numpy()
     assert Array("int8", (1 << 24, 0), b"").numpy().shape == (1 << 24, 0), "the largest allowed array is accepted"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"prompt_ids": Array("int32", (1 << 40, 0), b"")},
-        {"prompt_ids": Array("int32", (4, 0), b"")},
-        {"completion_ids": Array("int32", (3, 1), bytes(12))},
-        {"target_tail": Array("float16", (3, 1), bytes(6))},
-        {"hidden": Array("bfloat16", (6,), bytes(12))},
-        {"source": Array("float32", (3,), bytes(12))},
-        {"segment": -1},
-        {"thinking": -1},
-        {"segment": 1 << 40},
-        {"drafter_version": -4},
-        {"drafter_version": 1 << 62},
-        {"created": math.nan},
-        {"temperature": -1.0},
-        {"temperature": math.inf},
-        {"top_p": math.nan},
-    ],
-)
+@pytest.mark.parametrize("changed", [
+    {"prompt_ids": Array("int32", (1 << 40, 0), b"")}, {"prompt_ids": Array("int32", (4, 0), b"")},
+    {"completion_ids": Array("int32", (3, 1), bytes(12))}, {"target_tail": Array("float16", (3, 1), bytes(6))},
+    {"hidden": Array("bfloat16", (6,), bytes(12))}, {"source": Array("float32", (3,), bytes(12))}, {"segment": -1},
+    {"thinking": -1}, {"segment": 1 << 40}, {"drafter_version": -4}, {"drafter_version": 1 << 62},
+    {"created": math.nan}, {"temperature": -1.0}, {"temperature": math.inf}, {"top_p": math.nan},
+])  # fmt: skip
 def test_record_with_impossible_sizes_is_refused_cheaply(trace: Trace, changed: dict):
     data = encode(msgspec.structs.replace(trace, **changed))
     tracemalloc.start()
@@ -220,16 +192,13 @@ def test_trace_without_states_has_states_weight_zero():
             decode(encode(msgspec.structs.replace(of, states_weight=weight)))
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"hidden_scale": None, "weight": 0.5},
-        {"weight": float("nan")},
-        {"hidden": None},
-        {"hidden_scale": Array.of(np.ones((6, 3), np.float16))},
-        {"hidden_scale": Array.of(np.ones((5, 4), np.float16))},
-    ],
-)
+@pytest.mark.parametrize("broken", [
+    {"hidden_scale": None, "weight": 0.5},
+    {"weight": float("nan")},
+    {"hidden": None},
+    {"hidden_scale": Array.of(np.ones((6, 3), np.float16))},
+    {"hidden_scale": Array.of(np.ones((5, 4), np.float16))},
+])  # fmt: skip
 def test_invalid_weight_or_scale_is_refused(broken):
     rounded = states_trace(np.ones((6, 200))).with_rounded_states()
     with pytest.raises(TraceError, match=r"^(weight is|hidden_scale is)"):

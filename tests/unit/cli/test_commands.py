@@ -49,16 +49,10 @@ def test_unknown_setting_prints_one_line_and_exits_2(command, tmp_path):
     assert "serving.port" in refusal(run_cli(*command, "--config", str(file)))
 
 
-@pytest.mark.parametrize(
-    ("option", "setting"),
-    [
-        ("--port", "serving.port"),
-        ("--max-model-len", "engine.context"),
-        ("--max-num-seqs", "engine.slots"),
-        ("--dtype", "target.dtype"),
-        ("--tensor-parallel-size", "target.tensor_parallel"),
-    ],
-)
+@pytest.mark.parametrize(("option", "setting"), [
+    ("--port", "serving.port"), ("--max-model-len", "engine.context"), ("--max-num-seqs", "engine.slots"),
+    ("--dtype", "target.dtype"), ("--tensor-parallel-size", "target.tensor_parallel"),
+])  # fmt: skip
 def test_up_names_the_option_of_an_invalid_value(option, setting):
     assert f"{setting} ({option})" in refusal(run_cli("up", option, "0"))
 
@@ -87,20 +81,17 @@ ALL = 'all that do not set "store": false; serving.capture_default=false require
 ASKED = 'requests with "store": true, because serving.capture_default is false'
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({}, f"from captured requests: {ALL}"),
-        ({"serving": {"capture_default": False}}, f"from captured requests: {ASKED}"),
-        ({"capture": {"enabled": False}}, "from no request"),
-        ({"drafter": {"kind": "none"}}, f"from no request; capture.enabled=true captures {ALL}"),
-        ({"drafter": {"kind": "eagle"}}, f"from captured requests: {ALL}"),
-        ({"serving": {"keys_file": "/keys"}}, f"from captured requests: {ALL}"),
-        ({"engine": VLLM}, f"from captured requests: {ALL}"),
-        ({"engine": VLLM, "trainer": {"enabled": False}}, f"from no request; capture.enabled=true captures {ALL}"),
-        ({"engine": VLLM, "drafter": {"kind": "none"}}, "from no request"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "line"), [
+    ({}, f"from captured requests: {ALL}"),
+    ({"serving": {"capture_default": False}}, f"from captured requests: {ASKED}"),
+    ({"capture": {"enabled": False}}, "from no request"),
+    ({"drafter": {"kind": "none"}}, f"from no request; capture.enabled=true captures {ALL}"),
+    ({"drafter": {"kind": "eagle"}}, f"from captured requests: {ALL}"),
+    ({"serving": {"keys_file": "/keys"}}, f"from captured requests: {ALL}"),
+    ({"engine": VLLM}, f"from captured requests: {ALL}"),
+    ({"engine": VLLM, "trainer": {"enabled": False}}, f"from no request; capture.enabled=true captures {ALL}"),
+    ({"engine": VLLM, "drafter": {"kind": "none"}}, "from no request"),
+])  # fmt: skip
 def test_up_says_which_requests_it_learns_from(settings, line):
     assert learned_traffic(Settings.model_validate(settings)) == line
 
@@ -109,35 +100,32 @@ TENANT = "data of a tenant serves this tenant only; other keys"
 SEPARATED = "a tenant in serving.keys_file separates a key"
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (
-            {},
-            f"{TENANT} share recall and the trained drafter; drafter.recall.shared=false separates recall, {SEPARATED}",
-        ),
-        (
-            {"drafter": {"kind": "recall"}},
-            f"{TENANT} share recall; drafter.recall.shared=false separates recall, {SEPARATED}",
-        ),
-        (
-            {"drafter": {"kind": "recall", "recall": {"shared": False}}},
-            f"{TENANT} have a recall of their own, because drafter.recall.shared is false; {SEPARATED}",
-        ),
-        (
-            {"drafter": {"recall": {"shared": False}}},
-            f"{TENANT} have a recall of their own, because drafter.recall.shared is false, and share the trained "
-            f"drafter; {SEPARATED}",
-        ),
-        ({"drafter": {"kind": "eagle"}}, f"{TENANT} share the trained drafter; {SEPARATED}"),
-        (
-            {"engine": VLLM},
-            f"all keys share the trained drafter, which learns from keys without a tenant; {SEPARATED}",
-        ),
-        ({"capture": {"enabled": False}}, ""),
-        ({"drafter": {"kind": "none"}}, ""),
-    ],
-)
+@pytest.mark.parametrize(("settings", "line"), [
+    (
+        {},
+        f"{TENANT} share recall and the trained drafter; drafter.recall.shared=false separates recall, {SEPARATED}",
+    ),
+    (
+        {"drafter": {"kind": "recall"}},
+        f"{TENANT} share recall; drafter.recall.shared=false separates recall, {SEPARATED}",
+    ),
+    (
+        {"drafter": {"kind": "recall", "recall": {"shared": False}}},
+        f"{TENANT} have a recall of their own, because drafter.recall.shared is false; {SEPARATED}",
+    ),
+    (
+        {"drafter": {"recall": {"shared": False}}},
+        f"{TENANT} have a recall of their own, because drafter.recall.shared is false, and share the trained "
+        f"drafter; {SEPARATED}",
+    ),
+    ({"drafter": {"kind": "eagle"}}, f"{TENANT} share the trained drafter; {SEPARATED}"),
+    (
+        {"engine": VLLM},
+        f"all keys share the trained drafter, which learns from keys without a tenant; {SEPARATED}",
+    ),
+    ({"capture": {"enabled": False}}, ""),
+    ({"drafter": {"kind": "none"}}, ""),
+])  # fmt: skip
 def test_up_says_which_keys_share_what_is_learned(settings, line):
     assert shared_learning(Settings.model_validate({**settings, "serving": {"keys_file": "/keys"}})) == line
 

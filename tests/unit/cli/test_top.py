@@ -117,10 +117,7 @@ def test_top_prints_the_figures_of_the_view_as_json():
         shown = CliRunner().invoke(app, ["top", "--once", "--json", "--interval", "0.2", "--url", url])
     assert shown.exit_code == 0
     figures = json.loads(shown.stdout)
-    assert figures["sources"] == {
-        "eagle": {"drafted": 20, "accepted": 19},
-        "recall": {"drafted": 600, "accepted": 300},
-    }
+    assert figures["sources"] == {"eagle": {"drafted": 20, "accepted": 19}, "recall": {"drafted": 600, "accepted": 300}}
     assert figures["tokens_per_second"] == pytest.approx(300 / figures["seconds"])
     assert figures["speedup"] == {"estimate": 1.86, "low": 1.84, "high": 1.88}
     assert figures["versions"] == {"general": [7]}

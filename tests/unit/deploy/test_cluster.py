@@ -6,15 +6,12 @@ from deploy import cluster
 from osd.config import ConfigError, Settings
 
 
-@pytest.mark.parametrize(
-    ("labels", "node", "warns"),
-    [
-        ((), {"Alive": True, "Labels": {}}, False),
-        (("role=training",), {"Alive": True, "Labels": {"role": "training", "zone": "a"}}, False),
-        (("role=training",), {"Alive": False, "Labels": {"role": "training"}}, True),
-        (("role=training", "zone=b"), {"Alive": True, "Labels": {"role": "training", "zone": "a"}}, True),
-    ],
-)
+@pytest.mark.parametrize(("labels", "node", "warns"), [
+    ((), {"Alive": True, "Labels": {}}, False),
+    (("role=training",), {"Alive": True, "Labels": {"role": "training", "zone": "a"}}, False),
+    (("role=training",), {"Alive": False, "Labels": {"role": "training"}}, True),
+    (("role=training", "zone=b"), {"Alive": True, "Labels": {"role": "training", "zone": "a"}}, True),
+])  # fmt: skip
 def test_trainer_without_a_matching_node_logs_a_warning(labels, node, warns, monkeypatch, caplog):
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [node])
     cluster._look_for_nodes(Settings(trainer={"node_labels": labels}))
@@ -22,14 +19,11 @@ def test_trainer_without_a_matching_node_logs_a_warning(labels, node, warns, mon
     assert [record.message for record in caplog.records] == [line] * warns
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "instead"),
-    [
-        ("serving.api_key", "hush", "serving.api_key_file"),
-        ("serving.admin_key", "hush", "serving.admin_key_file"),
-        ("redis_url", "redis://:hush@h/0", "redis.password_file"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "value", "instead"), [
+    ("serving.api_key", "hush", "serving.api_key_file"),
+    ("serving.admin_key", "hush", "serving.admin_key_file"),
+    ("redis_url", "redis://:hush@h/0", "redis.password_file"),
+])  # fmt: skip
 def test_secret_in_the_arguments_of_a_cluster_is_refused(argument: str, value: str, instead: str):
     with pytest.raises(ConfigError, match=f"{argument} in the arguments .*: use {instead}$") as refused:
         cluster.build({argument: value})

@@ -88,10 +88,7 @@ def drain(running):
 
 
 def test_drain_reports_its_limit_and_its_end(drain, caplog):
-    assert drain(Replicas(0, 0)) == [
-        "waiting for requests in flight, at most 30 seconds",
-        "drained after 0 seconds",
-    ]
+    assert drain(Replicas(0, 0)) == ["waiting for requests in flight, at most 30 seconds", "drained after 0 seconds"]
     assert caplog.text == ""
 
 

@@ -16,10 +16,7 @@ from osd.config import ConfigError, Settings
 from osd.runtime.native import kernels
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "a missing file of keys": (
-        {"serving": {"keys_file": "/nowhere"}},
-        r"serving\.keys_file /nowhere cannot be",
-    ),
+    "a missing file of keys": ({"serving": {"keys_file": "/nowhere"}}, r"serving\.keys_file /nowhere cannot be"),
     "a tenant's domain as the service's own": ({"domain": "acme.code"}, r"domain acme\.code is a tenant's"),
 }
 RULES: dict[str, tuple[dict[str, Any], str]] = {

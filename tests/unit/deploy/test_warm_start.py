@@ -132,14 +132,11 @@ def test_warm_start_ends_with_the_service(service, eventually):
     warm.close()
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        ({"drafter": {"kind": "none"}}, "trainer.warm_start: drafter.kind none learns nothing"),
-        ({"capture": {"enabled": False}}, "trainer.warm_start learns from captured requests: set capture.enabled"),
-        ({"serving": {"keys_file": "keys.yaml"}}, "trainer.warm_start has no key of serving.keys_file"),
-    ],
-)
+@pytest.mark.parametrize(("more", "sentence"), [
+    ({"drafter": {"kind": "none"}}, "trainer.warm_start: drafter.kind none learns nothing"),
+    ({"capture": {"enabled": False}}, "trainer.warm_start learns from captured requests: set capture.enabled"),
+    ({"serving": {"keys_file": "keys.yaml"}}, "trainer.warm_start has no key of serving.keys_file"),
+])  # fmt: skip
 def test_warm_start_with_unsuitable_settings_is_refused(more, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys.yaml").write_text("- name: a\n  key: 0123456789abcdef\n")

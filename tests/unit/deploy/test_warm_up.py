@@ -248,14 +248,11 @@ def test_warm_up_without_answers_raises_and_stores_nothing(scene, tmp_path):
     assert not (tmp_path / "home" / "warm").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl is neither a file nor one of unittest, stdlib, pydoc"),
-        (["--set", "drafter.kind=none"], "drafter.kind none learns nothing"),
-        (["--minutes", "0"], "greater than or equal to 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--prompts", "nowhere.jsonl"], "nowhere.jsonl is neither a file nor one of unittest, stdlib, pydoc"),
+    (["--set", "drafter.kind=none"], "drafter.kind none learns nothing"),
+    (["--minutes", "0"], "greater than or equal to 1"),
+])  # fmt: skip
 def test_warm_up_with_unsuitable_settings_fails_in_one_sentence(tmp_path, arguments, sentence):
     result = run_cli("drafters", "warm-up", *arguments, home=tmp_path)
     assert result.exit_code == 2

@@ -186,9 +186,7 @@ def test_model_with_too_few_positions_is_refused(drafter: LanguageModel) -> None
         drafter.session(Runtime(1, 40, 8))
 
 
-def test_translated_version_loads_without_tokenizer(
-    drafter: LanguageModel, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_translated_version_loads_without_tokenizer(drafter: LanguageModel, pair: tuple[Path, Path], tmp_path: Path):
     bare = tmp_path / "target"
     shutil.copytree(pair[0], bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
     again = from_config(json.loads(json.dumps(drafter.config())), bare)

@@ -29,17 +29,10 @@ def measured(machine: Machine, steps: int = STEPS) -> tuple[Effect, float]:
     return results, truth
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [
-        {"load": 0.25},
-        {"load": 0.6},
-        {"load": math.inf},
-        {"load": math.inf, "slots": 1},
-        {"load": 0.6, "wander": 0.15, "wander_seconds": 10.0},
-    ],
-    ids=["quiet", "busy", "full", "one stream", "drifting"],
-)
+@pytest.mark.parametrize("machine", [
+    {"load": 0.25}, {"load": 0.6}, {"load": math.inf}, {"load": math.inf, "slots": 1},
+    {"load": 0.6, "wander": 0.15, "wander_seconds": 10.0},
+], ids=["quiet", "busy", "full", "one stream", "drifting"])  # fmt: skip
 def test_speedup_is_unbiased_and_its_interval_covers_the_truth(machine: dict[str, Any]):
     results = [measured(Machine(seed=seed, **machine)) for seed in range(RUNS)]
     errors = np.array([effect.log - truth for effect, truth in results])

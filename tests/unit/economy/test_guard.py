@@ -80,15 +80,11 @@ def test_drafting_that_gains_on_average_is_never_switched_off(seed: int):
     assert machine.true_log > 0.2
 
 
-@pytest.mark.parametrize(
-    ("gain", "most", "least"),
-    [
-        (lambda now: 0.0, MAX_LOSS * SECONDS + BUCKET_SECONDS + 3, None),
-        (lambda now: 0.45 if now // 300 % 2 == 0 else 0.0, 0.0, 0.1),
-        (lambda now: 0.36, 0.0, 0.9),
-    ],
-    ids=["useless", "square wave", "useful"],
-)
+@pytest.mark.parametrize(("gain", "most", "least"), [
+    (lambda now: 0.0, MAX_LOSS * SECONDS + BUCKET_SECONDS + 3, None),
+    (lambda now: 0.45 if now // 300 % 2 == 0 else 0.0, 0.0, 0.1),
+    (lambda now: 0.36, 0.0, 0.9),
+], ids=["useless", "square wave", "useful"])  # fmt: skip
 def test_loss_of_a_drafter_is_bounded_and_its_gain_is_kept(
     gain: Callable[[float], float], most: float, least: float | None
 ):

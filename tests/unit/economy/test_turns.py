@@ -44,16 +44,12 @@ def truth(candidate: float, **machine: Any) -> float:
     return float(logs[1] - logs[0])
 
 
-@pytest.mark.parametrize(
-    ("machine", "costs"),
-    [
-        (BUSY, None),
-        (BUSY, COSTS),
-        ({"load": math.inf, "slots": 1}, None),
-        ({**BUSY, "wander": 0.15, "wander_seconds": 10.0}, None),
-    ],
-    ids=["fitted costs", "known costs", "one stream", "drifting"],
-)
+@pytest.mark.parametrize(("machine", "costs"), [
+    (BUSY, None),
+    (BUSY, COSTS),
+    ({"load": math.inf, "slots": 1}, None),
+    ({**BUSY, "wander": 0.15, "wander_seconds": 10.0}, None),
+], ids=["fitted costs", "known costs", "one stream", "drifting"])  # fmt: skip
 def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: np.ndarray | None):
     """Zero is inside a fixed interval at the end in 93 of 100 runs, and inside the confidence sequence always in 90."""
     ends, looks, runs = 0, 0, 40
@@ -73,16 +69,12 @@ def test_version_against_itself_has_no_effect(machine: dict[str, Any], costs: np
     assert looks >= 0.9 * runs
 
 
-@pytest.mark.parametrize(
-    ("candidate", "drift", "costs", "bias"),
-    [
-        (0.42, {}, COSTS, 0.003),
-        (0.3, {}, COSTS, 0.003),
-        (0.42, {"wander": 0.15, "wander_seconds": 10.0}, COSTS, 0.003),
-        (0.42, {}, None, 0.005),
-    ],
-    ids=["better", "worse", "drifting", "fitted costs"],
-)
+@pytest.mark.parametrize(("candidate", "drift", "costs", "bias"), [
+    (0.42, {}, COSTS, 0.003),
+    (0.3, {}, COSTS, 0.003),
+    (0.42, {"wander": 0.15, "wander_seconds": 10.0}, COSTS, 0.003),
+    (0.42, {}, None, 0.005),
+], ids=["better", "worse", "drifting", "fitted costs"])  # fmt: skip
 def test_effect_is_unbiased_and_its_interval_covers_it(
     candidate: float, drift: dict[str, Any], costs: np.ndarray | None, bias: float
 ):
@@ -188,19 +180,11 @@ def test_joined_pairs_keep_the_estimate_and_its_error(monkeypatch: pytest.Monkey
     assert joined.error == pytest.approx(kept.error, rel=0.5)
 
 
-@pytest.mark.parametrize(
-    ("measured", "settled"),
-    [
-        (Measured(), False),
-        (Measured(11, 50.0, 60.0, 0.01), False),
-        (Measured(40, 50.0, 60.0, 0.01), True),
-        (Measured(40, 50.0, 45.0, 0.01), True),
-        (Measured(40, 50.0, 50.0, 1.0), False),
-        (Measured(40, 50.0, 50.1, 0.001), True),
-        (Measured(40, 320.0, 320.0, 900.0), True),
-    ],
-    ids=["nothing", "few pairs", "better", "worse", "uncertain", "no effect", "long"],
-)
+@pytest.mark.parametrize(("measured", "settled"), [
+    (Measured(), False), (Measured(11, 50.0, 60.0, 0.01), False), (Measured(40, 50.0, 60.0, 0.01), True),
+    (Measured(40, 50.0, 45.0, 0.01), True), (Measured(40, 50.0, 50.0, 1.0), False),
+    (Measured(40, 50.0, 50.1, 0.001), True), (Measured(40, 320.0, 320.0, 900.0), True),
+], ids=["nothing", "few pairs", "better", "worse", "uncertain", "no effect", "long"])  # fmt: skip
 def test_result_is_known_when_certain_narrow_or_long_measured(measured: Measured, settled: bool):
     turns = Turns(0.75, 0)
     turns.measured = measured

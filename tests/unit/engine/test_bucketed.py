@@ -24,9 +24,7 @@ from tests.unit.engine.harness import LENGTHS, make_drafter, prompts, running, t
     [(ChainSettings(depth=3), "chain"), (ConfidenceSettings(depth=4, eta=0.02), "block"), (ChainSettings(), "naive")],
     ids=["chain", "block", "naive"],
 )
-def test_padded_chains_match_unpadded_text(
-    target_dir: Path, kind: str, growth: GrowthSettings, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padded_chains_match_unpadded_text(target_dir: Path, kind: str, growth: GrowthSettings, rule: str, monkeypatch):
     monkeypatch.setattr("osd.drafting.autoregressive.fused_dtype", lambda device: torch.float32)
     monkeypatch.setattr("osd.drafting.language_model.session._DTYPE", torch.float32)
     sampled = [

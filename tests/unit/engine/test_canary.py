@@ -69,9 +69,7 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 
 @pytest.mark.usefixtures("equal_steps")
 @pytest.mark.parametrize("kind", ["eagle", "language_model", "medusa"])
-def test_canary_trial_keeps_the_answers(
-    target_dir: Path, oracle: Oracle, kind: str, uses: Counter[tuple[int, int]]
-) -> None:
+def test_canary_trial_keeps_the_answers(target_dir: Path, oracle: Oracle, kind: str, uses: Counter[tuple[int, int]]):
     traces: list[Trace] = []
     texts = prompts([9, 4, 17, 30, 2, 12, 8, 21], seed=4)
     with running(target_dir, kind, traces=traces) as client:
@@ -197,9 +195,7 @@ def test_canary_share_changes_without_weights(target_dir: Path) -> None:
         assert client.engine.canary_version == 2
 
 
-def test_canary_drafts_are_planned_by_their_own_shares(
-    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_canary_drafts_are_planned_by_their_own_shares(target_dir: Path, oracle: Oracle, monkeypatch):
     prompt, seen, observe = prompts([9], seed=4)[0], set[NodeShares](), NodeShares.observe
 
     def observed(shares: NodeShares, *draft: Any) -> None:
@@ -264,9 +260,7 @@ def test_request_stays_stable_when_the_canary_fails_to_open(
     assert set(uses.values()) == {0}
 
 
-def test_recall_learns_once_per_step_during_a_trial(
-    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recall_learns_once_per_step_during_a_trial(target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch):
     learnt: Counter[str] = Counter()
     deliver = SequenceState.deliver
     steps = 0
@@ -329,11 +323,7 @@ def test_stable_swap_restarts_the_comparison(target_dir: Path) -> None:
 @pytest.mark.usefixtures("equal_steps")
 @pytest.mark.parametrize("noise", [0.0, 1.0], ids=["no effect", "better"])
 def test_stable_version_is_compared_with_an_earlier_one(
-    target_dir: Path,
-    oracle: Oracle,
-    noise: float,
-    uses: Counter[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
+    target_dir: Path, oracle: Oracle, noise: float, uses: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_drafts_free(monkeypatch)
     traces: list[Trace] = []

@@ -99,9 +99,7 @@ def test_completion_ends_before_the_first_stopped_token(target_dir: Path, oracle
 
 
 @pytest.mark.parametrize("mixes", [False, True], ids=["alone", "with recall"])
-def test_exit_threshold_of_a_request_keeps_its_text(
-    tmp_path: Path, mixes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_threshold_of_a_request_keeps_its_text(tmp_path: Path, mixes: bool, monkeypatch: pytest.MonkeyPatch):
     directory = make_tiny(tmp_path, layers=8)
     drafter, oracle = judging_drafter(directory), Oracle(directory)
     goals = oracle.all(prompts(LENGTHS), TOKENS)

@@ -136,17 +136,11 @@ def p_value(
     seeded = (dataclasses.replace(sampling, seed=seed) for seed in range(count))
     requests = [
         Request(
-            str(request_sampling.seed),
-            PROMPT,
-            length + 1,
-            request_sampling,
-            ignore_eos=True,
-            capture=True,
-            policy=request_policy,
-            domain=domain,
+            str(request_sampling.seed), PROMPT, length + 1, request_sampling, ignore_eos=True, capture=True,
+            policy=request_policy, domain=domain,
         )
         for request_sampling, request_policy in zip(seeded, itertools.cycle(policies), strict=False)
-    ]
+    ]  # fmt: skip
     engine.start()
     try:
         # Each step looks at all waiting sequences.
@@ -179,14 +173,10 @@ PENALISED = SamplingParams(
     1.0, presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.8, logit_bias=((2, 0.7), (0, -0.5))
 )
 SETTINGS = {
-    "temperature 1": SamplingParams(1.0),
-    "temperature 0.7": SamplingParams(0.7),
-    "top-k": SamplingParams(1.0, top_k=3),
-    "top-p": SamplingParams(1.0, top_p=0.8),
-    "min-p": SamplingParams(1.5, min_p=0.5),
-    "penalties": PENALISED,
+    "temperature 1": SamplingParams(1.0), "temperature 0.7": SamplingParams(0.7), "top-k": SamplingParams(1.0, top_k=3),
+    "top-p": SamplingParams(1.0, top_p=0.8), "min-p": SamplingParams(1.5, min_p=0.5), "penalties": PENALISED,
     "seeds": SamplingParams(1.0, repeatable=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
@@ -233,9 +223,7 @@ def test_policies_keep_the_distribution_in_long_runs(
     assert p_value(model, SamplingParams(temperature, top_p=top_p), policy_named(name), count=100_000) > 1e-4
 
 
-def test_swaps_and_changing_lengths_keep_the_distribution(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swaps_and_changing_lengths_keep_the_distribution(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch):
     chance = random.Random(0)  # noqa: S311 - repeatable, not secret
 
     def random_choice(chances: list[float], ready: Sequence[object], *_: object) -> list[int]:
@@ -257,9 +245,7 @@ def test_swaps_and_changing_lengths_keep_the_distribution(
     assert swaps[-1] > 20
 
 
-def test_canary_trials_keep_the_distribution(
-    model: LlamaForCausalLM,
-) -> None:
+def test_canary_trials_keep_the_distribution(model: LlamaForCausalLM):
     first = Eagle.from_target(copy.deepcopy(model), 4).weights()
     calls, versions = itertools.count(), set()
 
@@ -302,9 +288,7 @@ def with_wrong_q(drafts: VerificationBatch) -> VerificationBatch:
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("broken", [False, True], ids=["correct", "wrong q"])
-def test_drawn_recall_keeps_the_distribution(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, temperature: float, broken: bool
-) -> None:
+def test_drawn_recall_keeps_the_distribution(model: LlamaForCausalLM, monkeypatch, temperature: float, broken: bool):
     drawn_tokens = []
 
     def follow(logits: Tensor, drafts: VerificationBatch, sequences: Sequence[int]) -> dict[int, AcceptedPath]:
@@ -412,9 +396,7 @@ def test_rule_that_accepts_everything_is_detected(model: LlamaForCausalLM, monke
     assert p_value(model, SamplingParams(1.0)) < 1e-9
 
 
-def test_accepting_all_deterministic_drafts_is_detected(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accepting_all_deterministic_drafts_is_detected(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch):
     def keeps_everything(
         logits: Tensor, drafts: VerificationBatch, sequences: Sequence[int]
     ) -> dict[int, AcceptedPath]:
@@ -434,9 +416,7 @@ def test_accepting_all_deterministic_drafts_is_detected(
     assert p_value(model, SamplingParams(1.0), count=1500, drafter=Skip()) < 1e-9
 
 
-def test_penalties_without_the_draft_path_are_detected(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_penalties_without_the_draft_path_are_detected(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch):
     def committed_only(self: Penalties, logits: Tensor, rows: Tensor, nodes: Tensor, *more: Any) -> Tensor:
         return whole(self, logits, rows, torch.full_like(nodes, ROOT), *more)
 

@@ -168,9 +168,7 @@ def test_policies_keep_the_masked_distribution_in_long_runs(
 
 
 @pytest.mark.parametrize("kind", ["recall", "mixed"])
-def test_deterministic_drafts_keep_the_masked_distribution(
-    model: LlamaForCausalLM, grammar: Grammar, kind: str
-) -> None:
+def test_deterministic_drafts_keep_the_masked_distribution(model: LlamaForCausalLM, grammar: Grammar, kind: str):
     drafter = Recall() if kind == "recall" else Mixed(eagle(model))
     policy = Policy.of(GROWTH_SETTINGS["best_first"]())  # type: ignore[arg-type]
     assert p_value(model, grammar, drafter, policy) > 1e-4
@@ -195,9 +193,7 @@ def at_the_root(logits: Tensor, rows: Any, constraints: Any, paths: Any, support
 
 
 @pytest.mark.parametrize("broken", [without_p, at_the_root])
-def test_wrong_masks_on_p_are_detected(
-    model: LlamaForCausalLM, grammar: Grammar, monkeypatch: pytest.MonkeyPatch, broken: Any
-) -> None:
+def test_wrong_masks_on_p_are_detected(model: LlamaForCausalLM, grammar: Grammar, monkeypatch, broken: Any):
     monkeypatch.setattr(penalties, "forbid", broken)
     assert p_value(model, grammar, eagle(model), policy_named("confidence"), count=300, forces=False) < 1e-9
 

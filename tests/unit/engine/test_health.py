@@ -170,13 +170,9 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 PLACES = [
-    (TextStream, "push"),
-    (TextStream, "take"),
-    (SequenceState, "append"),
-    (SequenceState, "report"),
-    (SequenceState, "start_drafting"),
-    (SequenceState, "deliver"),
-]
+    (TextStream, "push"), (TextStream, "take"), (SequenceState, "append"), (SequenceState, "report"),
+    (SequenceState, "start_drafting"), (SequenceState, "deliver"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("of", "method"), PLACES, ids=[f"{of.__name__}.{method}" for of, method in PLACES])
@@ -216,9 +212,7 @@ def test_error_of_one_request_does_not_affect_others(
 
 
 @pytest.mark.parametrize("method", ["push", "take"])
-def test_errors_of_requests_own_texts_leave_the_engine_healthy(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_errors_of_requests_own_texts_leave_the_engine_healthy(target_dir: Path, monkeypatch, method: str):
     monkeypatch.setattr(TextStream, method, raising(RuntimeError("this text")))
     with running(target_dir, "eagle", slots=8) as client:
         for number in range(MAX_FAILED_REQUESTS + 1):
@@ -230,9 +224,7 @@ def test_errors_of_requests_own_texts_leave_the_engine_healthy(
 
 
 @pytest.mark.parametrize("fails", ["add", "build", "sink"])
-def test_failed_trace_does_not_fail_the_answer(
-    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_failed_trace_does_not_fail_the_answer(target_dir: Path, oracle: Oracle, monkeypatch, fails: str):
     texts, broken = prompts([9, 9], seed=4), raising(RuntimeError("no trace"))
     traces: Any = SimpleNamespace(append=broken) if fails == "sink" else []
     if fails != "sink":

@@ -61,9 +61,7 @@ def test_call_gain_falls_with_the_value_of_a_second(target_dir: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_steps_without_ridden_prompt_tokens_have_no_candidates(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_ridden_prompt_tokens_have_no_candidates(target_dir: Path, monkeypatch: pytest.MonkeyPatch):
     """Prompt tokens have no results before their first ride."""
     counts: list[int] = []
     decide = CallGains.decide

@@ -218,9 +218,7 @@ def test_tokens_after_a_late_stop_string_leave_no_mark(target_dir: Path, kind: s
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stop_string_ends_a_text_before_its_grammar_fails(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_stop_string_ends_a_text_before_its_grammar_fails(target_dir: Path, monkeypatch, overlap: bool):
     with closing(GrammarCompiler(tokenizer(), VOCABULARY, [257])) as grammars:
         grammar = grammars.compile("regex", "[a-z]{30}")
         request = Request("free", (1, 2, 3), 40, GREEDY, grammar=grammar)

@@ -68,9 +68,7 @@ def useless_drafter(target_dir: Path) -> Drafter:
     return drafter
 
 
-def test_governed_drafts_stop_when_they_do_not_pay(
-    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_governed_drafts_stop_when_they_do_not_pay(target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch):
     # On a busy machine the time of the host would hide the cost of a useless draft.
     monkeypatch.setattr(CostModel, "observe_host", lambda *measured: None)
     with running(target_dir, "eagle", drafter=useless_drafter(target_dir), governed=True) as client:

@@ -272,9 +272,7 @@ def test_clients_do_not_share_prefixes(target_dir: Path, oracle: Oracle) -> None
 
 
 @pytest.mark.parametrize("kv_mb", [None, 8])
-def test_slot_memory_is_touched_unless_memory_is_scarce(
-    target_dir: Path, kv_mb: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slot_memory_is_touched_unless_memory_is_scarce(target_dir: Path, kv_mb: int | None, monkeypatch):
     target = SlotModel(load_model(target_dir, "float32", "cpu"), slots=4, context=64, scratch=8)
     slots = SlotManager(target, EngineSettings(slots=4, context=64, kv_mb=kv_mb))
     for cache in (target.cache.keys, target.cache.values):

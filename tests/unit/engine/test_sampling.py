@@ -17,12 +17,9 @@ from tests.unit.verification.test_penalties import written_out
 KINDS = ["none", "eagle", "language_model"]
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=77, repeatable=True)
 STRONG = SamplingParams(
-    temperature=0.0,
-    presence_penalty=1.0,
-    frequency_penalty=0.5,
-    repetition_penalty=1.4,
+    temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.4,
     logit_bias=((65, 4.0), (66, -100.0)),
-)
+)  # fmt: skip
 
 
 def penalised_reference(model: Any, prompt: list[int], count: int, sampling: SamplingParams) -> list[int]:
@@ -90,9 +87,7 @@ def raw_logp(oracle: Oracle, prompt: list[int], tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "sampling", [STRONG, SamplingParams(0.6, top_k=5, seed=1), SEEDED], ids=["greedy", "drawn", "seed"]
 )
-def test_logprobs_ignore_sampling_settings(
-    target_dir: Path, oracle: Oracle, kind: str, sampling: SamplingParams
-) -> None:
+def test_logprobs_ignore_sampling_settings(target_dir: Path, oracle: Oracle, kind: str, sampling: SamplingParams):
     texts = prompts([9, 37], seed=8)
     with running(target_dir, kind) as client:
         for top, prompt in enumerate(texts):

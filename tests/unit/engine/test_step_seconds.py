@@ -38,9 +38,7 @@ def test_engine_counts_step_and_token_seconds(target_dir: Path) -> None:
 @skip_unless_cpu("PyTorch computes the top tokens twice")
 @pytest.mark.skipif(kernels() is None, reason="PyTorch computes the top tokens twice")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_top_tokens_of_greedy_requests_are_not_upkeep(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
+def test_top_tokens_of_greedy_requests_are_not_upkeep(target_dir: Path, monkeypatch, temperature: float):
     upkeep: list[float] = []
     learn = Planner.observe
 

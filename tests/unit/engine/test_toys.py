@@ -96,9 +96,7 @@ def test_toy_drafters_keep_repeatable_output(target_dir: Path, toy: type[Drafter
     (Lookup, LookupSession, TextSession), (Rider, RiderSession, TextSession), (Skip, SkipSession, TextSession),
     (Pairs, PairsSession),
 ])  # fmt: skip
-def test_new_drafter_is_sixty_lines_and_one_entry(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch, classes: tuple[type[Any], ...]
-) -> None:
+def test_new_drafter_is_sixty_lines_and_one_entry(target_dir: Path, monkeypatch, classes: tuple[type[Any], ...]):
     assert sum(len(inspect.getsource(code).splitlines()) for code in classes) < 60
     kind = classes[0].kind
     monkeypatch.setitem(DRAFTERS, kind, classes[0])

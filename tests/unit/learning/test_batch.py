@@ -98,24 +98,21 @@ def test_cut_keeps_the_tokens_before_its_positions():
     assert cut(trace, 12, 0).completes
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target_logp": Array.of(np.full((8, VOCABULARY), np.nan, np.float16))}, "do not sum to one"),
-        ({"target_tail": Array.of(np.zeros(8, np.float16))}, "do not sum to one"),
-        ({"target_ids": Array.of(np.full((8, VOCABULARY), 99, np.int32))}, "target_ids has an id outside"),
-        ({"prompt_ids": Array.of(np.full(4, -1, np.int32))}, "prompt_ids has an id outside"),
-        ({"drafted": Array.of(np.full(8, VOCABULARY, np.int32))}, "drafted has an id outside"),
-        ({"prompt_ids": Array.of(np.array([], np.int32))}, "empty prompt"),
-        ({"target_logp": Array.of(np.zeros((8, 2), np.float16))}, "do not match"),
-        ({"hidden": None}, "the record has none"),
-        ({"hidden": Array.of(np.zeros((11, 3), np.float16))}, r"the record has \(11, 3\)"),
-        ({"hidden": Array.of(np.full((11, HIDDEN), np.inf, np.float16))}, "not finite"),
-        ({"after_ids": Array.of(np.full((4, VOCABULARY), VOCABULARY, np.int32))}, "after_ids has an id outside"),
-        ({"after_logp": Array.of(np.full((4, VOCABULARY), -9, np.float16))}, "after_logp and after_tail do not sum"),
-        ({"after_logp": Array.of(np.zeros((4, 2), np.float16))}, "do not match"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"target_logp": Array.of(np.full((8, VOCABULARY), np.nan, np.float16))}, "do not sum to one"),
+    ({"target_tail": Array.of(np.zeros(8, np.float16))}, "do not sum to one"),
+    ({"target_ids": Array.of(np.full((8, VOCABULARY), 99, np.int32))}, "target_ids has an id outside"),
+    ({"prompt_ids": Array.of(np.full(4, -1, np.int32))}, "prompt_ids has an id outside"),
+    ({"drafted": Array.of(np.full(8, VOCABULARY, np.int32))}, "drafted has an id outside"),
+    ({"prompt_ids": Array.of(np.array([], np.int32))}, "empty prompt"),
+    ({"target_logp": Array.of(np.zeros((8, 2), np.float16))}, "do not match"),
+    ({"hidden": None}, "the record has none"),
+    ({"hidden": Array.of(np.zeros((11, 3), np.float16))}, r"the record has \(11, 3\)"),
+    ({"hidden": Array.of(np.full((11, HIDDEN), np.inf, np.float16))}, "not finite"),
+    ({"after_ids": Array.of(np.full((4, VOCABULARY), VOCABULARY, np.int32))}, "after_ids has an id outside"),
+    ({"after_logp": Array.of(np.full((4, VOCABULARY), -9, np.float16))}, "after_logp and after_tail do not sum"),
+    ({"after_logp": Array.of(np.zeros((4, 2), np.float16))}, "do not match"),
+])  # fmt: skip
 def test_check_refuses_an_invalid_record(change, message):
     trace = rejected() if any(name.startswith("after") for name in change) else make_trace()
     check(trace, VOCABULARY, HIDDEN)
@@ -184,13 +181,10 @@ def test_collate_mixes_records_with_and_without_rejections():
     assert torch.equal(mixed.on_policy.token_ids[0], mixed.token_ids[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"after_ids": None}, "rows for 4 rejected"),
-        ({"after_tail": Array.of(np.zeros(3, np.float16))}, "rows for 4 rejected"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"after_ids": None}, "rows for 4 rejected"),
+    ({"after_tail": Array.of(np.zeros(3, np.float16))}, "rows for 4 rejected"),
+])  # fmt: skip
 def test_record_with_mismatched_arrays_is_refused(change, message):
     with pytest.raises(TraceError, match=message):
         decode(encode(msgspec.structs.replace(rejected(), **change)))

@@ -226,17 +226,14 @@ def test_gradients_are_clipped_by_their_global_norm():
     assert torch.stack([gradient.norm() for gradient in seen]).norm().item() == pytest.approx(0.5, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "error"),
-    [
-        (lambda t, c: t.update({"optimizer.exp_avg.other": torch.zeros(2)}), DistillerError),
-        (lambda t, c: t.update({"optimizer.exp_avg.read.weight": torch.zeros(2)}), DistillerError),
-        (lambda t, c: t["optimizer.exp_avg.read.weight"].fill_(float("nan")), DistillerError),
-        (lambda t, c: t.pop("optimizer.exp_avg.read.weight"), DistillerError),
-        (lambda t, c: c.pop("steps"), DistillerError),
-        (lambda t, c: t.pop("drafter.read.weight"), DrafterError),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "error"), [
+    (lambda t, c: t.update({"optimizer.exp_avg.other": torch.zeros(2)}), DistillerError),
+    (lambda t, c: t.update({"optimizer.exp_avg.read.weight": torch.zeros(2)}), DistillerError),
+    (lambda t, c: t["optimizer.exp_avg.read.weight"].fill_(float("nan")), DistillerError),
+    (lambda t, c: t.pop("optimizer.exp_avg.read.weight"), DistillerError),
+    (lambda t, c: c.pop("steps"), DistillerError),
+    (lambda t, c: t.pop("drafter.read.weight"), DrafterError),
+])  # fmt: skip
 def test_mismatched_state_is_refused_without_changes(spoil, error):
     tensors, counters = trained(2).state_dict()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -270,17 +267,14 @@ def test_every_fourth_step_unrolls_all_depths():
         assert [depth for depth, _ in drafter.unrolled] == expected
 
 
-@pytest.mark.parametrize(
-    ("precision", "features", "dtype"),
-    [
-        ("auto", {"avx2": True}, torch.float32),
-        ("auto", {"avx512_bf16": True}, torch.bfloat16),
-        ("auto", {"amx_bf16": True}, torch.bfloat16),
-        ("auto", {"bf16": True}, torch.bfloat16),
-        ("float32", {"avx512_bf16": True}, torch.float32),
-        ("bfloat16", {}, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("precision", "features", "dtype"), [
+    ("auto", {"avx2": True}, torch.float32),
+    ("auto", {"avx512_bf16": True}, torch.bfloat16),
+    ("auto", {"amx_bf16": True}, torch.bfloat16),
+    ("auto", {"bf16": True}, torch.bfloat16),
+    ("float32", {"avx512_bf16": True}, torch.float32),
+    ("bfloat16", {}, torch.bfloat16),
+])  # fmt: skip
 def test_precision_of_products_follows_setting_and_cpu(monkeypatch, precision, features, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     layer = torch.nn.Linear(8, 8)

@@ -33,12 +33,9 @@ def recorded():
     builder.add([5, 9], target, draft, [(5, "toy"), (6, "toy"), (7, "toy")], accepted=1)
     builder.feed(torch.zeros(2, 4))
     builder.add(
-        [4, 8, 2],
-        most_probable(logits, range(2, 5), VOCABULARY),
-        most_probable(torch.zeros(2, VOCABULARY), range(2), 4),
-        [(4, "toy"), (8, "toy")],
-        accepted=2,
-    )
+        [4, 8, 2], most_probable(logits, range(2, 5), VOCABULARY),
+        most_probable(torch.zeros(2, VOCABULARY), range(2), 4), [(4, "toy"), (8, "toy")], accepted=2,
+    )  # fmt: skip
     builder.feed(torch.zeros(3, 4))
     trace = builder.build("general", "general", 1)
     return trace, logits
@@ -63,13 +60,10 @@ def test_position_weights_follow_the_setting(recorded):
     assert weigh(batch, settings).tolist() == [1, 3, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("override", "needed"),
-    [
-        ("trainer.jensen_shannon_beta=0.3", "trainer.divergence=jensen_shannon"),
-        ("trainer.rejected_weight=2", "trainer.positions=weighted"),
-    ],
-)
+@pytest.mark.parametrize(("override", "needed"), [
+    ("trainer.jensen_shannon_beta=0.3", "trainer.divergence=jensen_shannon"),
+    ("trainer.rejected_weight=2", "trainer.positions=weighted"),
+])  # fmt: skip
 def test_unused_setting_is_refused_by_name(override, needed):
     with pytest.raises(ConfigError, match=f"{override.split('=')[0]} .*counts only with {needed}"):
         load_settings(None, [override], {})

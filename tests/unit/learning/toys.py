@@ -125,30 +125,16 @@ def make_trace(
     states = torch.randn(prompt + completion - 1, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
     none = np.full(completion, -1, np.int32)
     return Trace(
-        request_id=request_id,
-        segment=segment,
-        domain=domain,
-        target=target,
-        drafter_domain=domain,
-        drafter_version=1,
-        created=0.0,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        prompt_ids=Array.of(np.array(tokens[:prompt], np.int32)),
-        completion_ids=Array.of(np.array(tokens[prompt:], np.int32)),
-        target_ids=Array.of(ids.astype(np.int32)),
-        target_logp=Array.of(kept.astype(np.float16)),
-        target_tail=Array.of(tail.astype(np.float16)),
-        draft_ids=Array.of(none[:, None]),
-        draft_logp=Array.of(np.zeros((completion, 1), np.float16)),
-        draft_tail=Array.of(np.zeros(completion, np.float16)),
-        drafted=Array.of(none),
-        verdict=Array.of(np.full(completion, NOT_DRAFTED, np.int8)),
-        sources=("toy",),
+        request_id=request_id, segment=segment, domain=domain, target=target, drafter_domain=domain, drafter_version=1,
+        created=0.0, temperature=1.0, top_k=0, top_p=1.0, prompt_ids=Array.of(np.array(tokens[:prompt], np.int32)),
+        completion_ids=Array.of(np.array(tokens[prompt:], np.int32)), target_ids=Array.of(ids.astype(np.int32)),
+        target_logp=Array.of(kept.astype(np.float16)), target_tail=Array.of(tail.astype(np.float16)),
+        draft_ids=Array.of(none[:, None]), draft_logp=Array.of(np.zeros((completion, 1), np.float16)),
+        draft_tail=Array.of(np.zeros(completion, np.float16)), drafted=Array.of(none),
+        verdict=Array.of(np.full(completion, NOT_DRAFTED, np.int8)), sources=("toy",),
         source=Array.of(np.full(completion, -1, np.int8)),
         hidden=Array.of(states.view(torch.uint16).numpy(), "bfloat16") if hidden else None,
-    )
+    )  # fmt: skip
 
 
 def gate_figures(

@@ -17,13 +17,9 @@ def trace():
     ids = np.array([[token, 77] for token in DRAWN], np.int32)
     logp = np.log(np.array([[0.9, 0.06]] * len(DRAWN), np.float16))
     return small_trace(
-        request_id="r-0",
-        created=2000.0,
-        prompt_ids=Array.of(np.array(PROMPT, np.int32)),
-        completion_ids=Array.of(np.array(DRAWN, np.int32)),
-        target_ids=Array.of(ids),
-        target_logp=Array.of(logp),
-    )
+        request_id="r-0", created=2000.0, prompt_ids=Array.of(np.array(PROMPT, np.int32)),
+        completion_ids=Array.of(np.array(DRAWN, np.int32)), target_ids=Array.of(ids), target_logp=Array.of(logp),
+    )  # fmt: skip
 
 
 def test_rehearse_teaches_the_distributions_of_a_trace(backend: Backend):

@@ -29,11 +29,7 @@ def registry(tmp_path: Path) -> Registry:
 
 
 def weights(value: float = 1.0) -> dict[str, torch.Tensor]:
-    return {
-        "fc.weight": torch.full((4, 3), value, dtype=torch.bfloat16),
-        "norm": torch.ones(4),
-        "d2t": torch.arange(5),
-    }
+    return {"fc.weight": torch.full((4, 3), value, dtype=torch.bfloat16), "norm": torch.ones(4), "d2t": torch.arange(5)}
 
 
 def publish(registry: Registry, domain: str = "code", value: float = 1.0) -> Path:
@@ -243,15 +239,11 @@ def test_concurrent_publishers_lose_no_version(registry: Registry):
     root = Path(versions.__file__).parents[2]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(registry.root), str(number)],
-            cwd=root,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-c", code, str(registry.root), str(number)], cwd=root, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for number in (1, 2)
-    ]
+    ]  # fmt: skip
     for process in processes:
         process.stdout.readline()  # wait until both processes have started
     for process in processes:

@@ -120,16 +120,11 @@ def naive(case: Case) -> Tensor:
 
 
 CASES = {
-    "causal": {},
-    "tree": {"trees": TREES},
-    "window": {"window": 6},
-    "window and tree": {"window": 6, "trees": TREES},
-    "softcap": {"softcap": 2.0, "trees": TREES},
-    "one head each": {"kv_heads": 4},
-    "one head for all": {"kv_heads": 1, "trees": TREES},
-    "head of 64": {"dim": 64, "trees": TREES},
+    "causal": {}, "tree": {"trees": TREES}, "window": {"window": 6}, "window and tree": {"window": 6, "trees": TREES},
+    "softcap": {"softcap": 2.0, "trees": TREES}, "one head each": {"kv_heads": 4},
+    "one head for all": {"kv_heads": 1, "trees": TREES}, "head of 64": {"dim": 64, "trees": TREES},
     "head of 8": {"dim": 8},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,9 +168,7 @@ def test_row_is_bitwise_equal_without_other_sequences(
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(16, torch.float32), (64, torch.bfloat16)])
-def test_row_is_bitwise_equal_in_a_chunk_and_alone(
-    native: type[AttentionBackend], dim: int, dtype: torch.dtype
-) -> None:
+def test_row_is_bitwise_equal_in_a_chunk_and_alone(native: type[AttentionBackend], dim: int, dtype: torch.dtype):
     case = make(dim=dim, dtype=dtype)
     together = case.run(native)[0]
     keys, values = case.keys.clone(), case.values.clone()
@@ -211,9 +204,7 @@ def test_model_without_keyword_arguments_is_refused() -> None:
 @pytest.mark.parametrize(
     ("slots", "in_place"), [([0, 1, 2, 3], True), ([0, 1, 3], True), ([1, 3], False), ([2], False)], ids=str
 )
-def test_grid_of_all_slots_reads_them_in_place(
-    slots: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grid_of_all_slots_reads_them_in_place(slots: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch):
     """Check that a grid of all slots is read in place; three sequences are padded to four, a line for each slot."""
     case = of_slots(slots)
     attend, read = torch.nn.functional.scaled_dot_product_attention, []

@@ -62,9 +62,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("weights", "device", "without"), REFUSED)
-def test_check_names_the_missing_requirement(
-    weights: str, device: str, without: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_names_the_missing_requirement(weights: str, device: str, without: str, monkeypatch: pytest.MonkeyPatch):
     if without == "torchao":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     if without == "kernels":

@@ -290,13 +290,10 @@ def test_graph_cache_keeps_the_most_recently_used() -> None:
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize(
-    ("rows", "wanted", "sequences", "width", "recorded"),
-    [
-        (1, 1, 1, 1, (1, 1)), (5, 5, 1, 5, (8, 8)), (9, 9, 3, 4, (16, 16)), (70, 3, 2, 65, (128, 16)),
-        (30, 1, 1, 30, (32, 16)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "wanted", "sequences", "width", "recorded"), [
+    (1, 1, 1, 1, (1, 1)), (5, 5, 1, 5, (8, 8)), (9, 9, 3, 4, (16, 16)), (70, 3, 2, 65, (128, 16)),
+    (30, 1, 1, 30, (32, 16)),
+])  # fmt: skip
 def test_grid_shape_bucket_rounds_sizes_up(
     rows: int, wanted: int, sequences: int, width: int, recorded: tuple[int, int]
 ) -> None:

@@ -82,9 +82,7 @@ def test_row_is_bitwise_equal_among_any_other_rows(dtype: torch.dtype, threads: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 100), (7, 5), (1, 1), (33, 16), (1536, 60)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 70])
-def test_int8_layer_error_is_within_its_rounding_steps(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype
-) -> None:
+def test_int8_layer_error_is_within_its_rounding_steps(rows: int, inputs: int, outputs: int, dtype: torch.dtype):
     torch.manual_seed(rows)
     x, weight, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype), torch.randn(outputs)
     x[:, 0] *= 50  # one large element must not reduce the precision of the rest

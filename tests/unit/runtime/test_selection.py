@@ -255,9 +255,7 @@ def build_first() -> torch.nn.Module:
 @pytest.mark.parametrize("compact", [False, True], ids=["in place", "compact"])
 @pytest.mark.parametrize("bucketed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
-def test_decoder_with_selection_equals_pytorch(
-    family: str, bucketed: bool, compact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoder_with_selection_equals_pytorch(family: str, bucketed: bool, compact: bool, monkeypatch):
     """Compare each decoder with plain PyTorch; layers with a window read it whole."""
     if family == "gemma2":
         monkeypatch.setitem(build.__globals__["FAMILIES"]["gemma2"], "layer_types", LAYER_TYPES)

@@ -56,7 +56,7 @@ def lossy_service(controlled_service):
 
 def test_lossy_answer_reports_skipped_layers(client, lossy_service):
     lossy_service.script = lambda request: [
-        Update(request.id, (1,), "a", "length", SpeculationCounts(), skipped=SkippedLayers(4, 30)),
+        Update(request.id, (1,), "a", "length", SpeculationCounts(), skipped=SkippedLayers(4, 30))
     ]
     body = client.post("/v1/completions", json={"prompt": "hi", "osd": LOSSY, "n": 2}).json()
     assert [request.controller for request in lossy_service.submitted] == [ControllerOptions(None, 0.7, lossy=True)] * 2
@@ -68,7 +68,7 @@ def test_stop_and_lossy_exit_can_be_combined(client, lossy_service):
     lossy_service.script = lambda request: [
         Update(
             request.id, (1,), "a", "length", SpeculationCounts(), judged=JudgedTokens(2), skipped=SkippedLayers(0, 30)
-        ),
+        )
     ]
     osd = {"completion": {"exit": 0, "lossy": True, "stop": 0.9}}
     body = client.post("/v1/chat/completions", json={**CHAT, "osd": osd}).json()
@@ -82,18 +82,15 @@ def test_lossy_answer_is_400_unless_the_server_allows_it(client, controlled_serv
     assert not controlled_service.submitted
 
 
-@pytest.mark.parametrize(
-    ("more", "param", "reason"),
-    [
-        ({"osd": {"completion": {"lossy": True}}}, "osd.completion.lossy", "without 'osd.completion.exit'"),
-        ({"osd": {"completion": {"lossy": True, "stop": 0.5}}}, "osd.completion.lossy", "without"),
-        ({"osd": {**LOSSY, "speculate": False}}, "osd.completion.exit", "'osd.speculate' is false"),
-        ({"osd": {**LOSSY, "growth": {"kind": "chain"}}}, "osd.growth", "'osd.completion.lossy'"),
-        ({"osd": {**LOSSY, "verification": "naive"}}, "osd.verification", "'osd.completion.lossy'"),
-        ({"response_format": {"type": "json_object"}}, "osd.completion.lossy", "form of the answer"),
-        ({"store": True}, "store", "lossy answers are not learned"),
-    ],
-)
+@pytest.mark.parametrize(("more", "param", "reason"), [
+    ({"osd": {"completion": {"lossy": True}}}, "osd.completion.lossy", "without 'osd.completion.exit'"),
+    ({"osd": {"completion": {"lossy": True, "stop": 0.5}}}, "osd.completion.lossy", "without"),
+    ({"osd": {**LOSSY, "speculate": False}}, "osd.completion.exit", "'osd.speculate' is false"),
+    ({"osd": {**LOSSY, "growth": {"kind": "chain"}}}, "osd.growth", "'osd.completion.lossy'"),
+    ({"osd": {**LOSSY, "verification": "naive"}}, "osd.verification", "'osd.completion.lossy'"),
+    ({"response_format": {"type": "json_object"}}, "osd.completion.lossy", "form of the answer"),
+    ({"store": True}, "store", "lossy answers are not learned"),
+])  # fmt: skip
 def test_fields_incompatible_with_lossy_are_400(client, lossy_service, more, param, reason):
     refusal_of(client.post("/v1/completions", json={"prompt": "hi", "osd": LOSSY, **more}), param, reason)
     assert not lossy_service.submitted
@@ -107,17 +104,14 @@ def test_only_text_completion_prompts_are_completed_text(client, service):
     assert "completion" not in body["metrics"], "control of completions is off by default"
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({**PROMPT, "osd": {"completion": {"stop": 1.5}}}, "less than or equal to 1"),
-        ({**PROMPT, "osd": {"completion": {"stop": -0.1}}}, "greater than or equal to 0"),
-        ({**PROMPT, "osd": {"completion": {"stop": "high"}}}, "number"),
-        ({**PROMPT, "osd": {"completion": {"stop": 0.5, "exit": 0.5}, "speculate": False}}, "'osd.speculate' is false"),
-        ({**PROMPT, "osd": {**STOP, "speculate": False}}, "'osd.speculate' is false"),
-        ({**PROMPT, "response_format": {"type": "json_object"}}, "form of the answer"),
-    ],
-)
+@pytest.mark.parametrize(("body", "reason"), [
+    ({**PROMPT, "osd": {"completion": {"stop": 1.5}}}, "less than or equal to 1"),
+    ({**PROMPT, "osd": {"completion": {"stop": -0.1}}}, "greater than or equal to 0"),
+    ({**PROMPT, "osd": {"completion": {"stop": "high"}}}, "number"),
+    ({**PROMPT, "osd": {"completion": {"stop": 0.5, "exit": 0.5}, "speculate": False}}, "'osd.speculate' is false"),
+    ({**PROMPT, "osd": {**STOP, "speculate": False}}, "'osd.speculate' is false"),
+    ({**PROMPT, "response_format": {"type": "json_object"}}, "form of the answer"),
+])  # fmt: skip
 def test_invalid_stop_threshold_is_400(client, controlled_service, body, reason):
     refusal_of(client.post("/v1/completions", json=body), "osd.completion.stop", reason)
     assert not controlled_service.submitted

@@ -48,19 +48,16 @@ def test_full_queue_is_reported_before_a_prompt_is_encoded(make_service):
     assert error_of(client.post("/v1/completions", json={"prompt": "a", "n": 3}), 400)["param"] == "n"
 
 
-@pytest.mark.parametrize(
-    ("schema", "body"),
-    [
-        (ChatRequest, {"messages": [{"role": "user"}] * 200}),
-        (ChatRequest, {"messages": [MESSAGE] * 5000}),
-        (ChatRequest, {"messages": [MESSAGE], **{f"field_{number}": 1 for number in range(5000)}}),
-        (ChatRequest, {"messages": [MESSAGE], "stop": [""] * 5000}),
-        (CompletionRequest, {"prompt": [[5]] * 5000}),
-        (DetokenizeRequest, {"tokens": [-1] * 5000}),
-        (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "static_tree", "acceptance": [2] * 5000}}}),
-        (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "sparse_tree", "ranks": [[2] * 9] * 5000}}}),
-    ],
-)
+@pytest.mark.parametrize(("schema", "body"), [
+    (ChatRequest, {"messages": [{"role": "user"}] * 200}),
+    (ChatRequest, {"messages": [MESSAGE] * 5000}),
+    (ChatRequest, {"messages": [MESSAGE], **{f"field_{number}": 1 for number in range(5000)}}),
+    (ChatRequest, {"messages": [MESSAGE], "stop": [""] * 5000}),
+    (CompletionRequest, {"prompt": [[5]] * 5000}),
+    (DetokenizeRequest, {"tokens": [-1] * 5000}),
+    (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "static_tree", "acceptance": [2] * 5000}}}),
+    (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "sparse_tree", "ranks": [[2] * 9] * 5000}}}),
+])  # fmt: skip
 def test_validation_stops_after_the_first_errors(schema, body):
     with pytest.raises(ValidationError) as caught:
         schema.model_validate_json(json.dumps(body))
@@ -92,15 +89,12 @@ def test_stop_strings_are_limited_in_length(client, service, stop):
     assert client.post("/v1/completions", json={"prompt": "a", "stop": "x" * 4096}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "growth",
-    [
-        {"kind": "static_tree", "budget": 256, "depth": 32, "acceptance": [0.5] * 32},
-        {"kind": "sparse_tree", "budget": 256, "ranks": [[0.5] * 32] * 32},
-        {"kind": "static_tree", "budget": 65, "depth": 8},
-        {"kind": "top_k_tree", "budget": 65},
-    ],
-)
+@pytest.mark.parametrize("growth", [
+    {"kind": "static_tree", "budget": 256, "depth": 32, "acceptance": [0.5] * 32},
+    {"kind": "sparse_tree", "budget": 256, "ranks": [[0.5] * 32] * 32},
+    {"kind": "static_tree", "budget": 65, "depth": 8},
+    {"kind": "top_k_tree", "budget": 65},
+])  # fmt: skip
 def test_draft_over_the_limit_is_400_before_planning(client, no_work, growth):
     answer = client.post("/v1/completions", json={"prompt": "a", "osd": {"growth": growth}})
     refusal_of(answer, "osd.growth", "this server's limit is 64")

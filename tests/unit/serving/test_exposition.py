@@ -21,20 +21,10 @@ from tests.unit.serving.exposition import samples_of
 GENERAL, CODE = ("domain", "general"), ("domain", "code")
 TOTALS = ServiceTotals(
     {
-        "requests": 9,
-        "prompt_tokens": 50,
-        "cached_tokens": 20,
-        "rounds": 10,
-        "drafted": 40,
-        "accepted": 25,
-        ("accepted_per_position", 0): 9,
-        ("accepted_per_position", 1): 6,
-        ("version_accepted", "general", 3): 25,
-        ("version_accepted", "code", 3): 4,
-        ("source_drafted", "recall"): 15,
-        ("source_drafted", "eagle"): 25,
-        ("recall_drafted", "request", 4): 11,
-        ("traces_lost", "budget"): 5,
+        "requests": 9, "prompt_tokens": 50, "cached_tokens": 20, "rounds": 10, "drafted": 40, "accepted": 25,
+        ("accepted_per_position", 0): 9, ("accepted_per_position", 1): 6, ("version_accepted", "general", 3): 25,
+        ("version_accepted", "code", 3): 4, ("source_drafted", "recall"): 15, ("source_drafted", "eagle"): 25,
+        ("recall_drafted", "request", 4): 11, ("traces_lost", "budget"): 5,
     },
     [
         Report("r1", 1.0, 3, True, {}, domains={"code": 7},

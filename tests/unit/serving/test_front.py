@@ -33,23 +33,20 @@ def proxied(answer):
     return TestClient(middleware.cls(RequestIdMiddleware(app)), raise_server_exceptions=False), seen
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        (b"serve_multiplexed_model_id", b"a"),
-        (b"serve-multiplexed-model-id", b"\xff"),
-        (b"x-session-id", b"a"),
-        (b"x-request-timeout-seconds", b"0.0001"),
-        (b"x-request-disconnect-disabled", b"?1"),
-        (b"x-request-disconnect-disabled", b"\xff"),
-        (b"traceparent", b"\xff"),
-        (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01, and a text"),
-        (b"tracestate", b"a=some text"),
-        (b"x-request-id", b"\xff"),
-        (b"x-request-id", b"a b"),
-        (b"x-request-id", b"x" * 129),
-    ],
-)
+@pytest.mark.parametrize("header", [
+    (b"serve_multiplexed_model_id", b"a"),
+    (b"serve-multiplexed-model-id", b"\xff"),
+    (b"x-session-id", b"a"),
+    (b"x-request-timeout-seconds", b"0.0001"),
+    (b"x-request-disconnect-disabled", b"?1"),
+    (b"x-request-disconnect-disabled", b"\xff"),
+    (b"traceparent", b"\xff"),
+    (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01, and a text"),
+    (b"tracestate", b"a=some text"),
+    (b"x-request-id", b"\xff"),
+    (b"x-request-id", b"a b"),
+    (b"x-request-id", b"x" * 129),
+])  # fmt: skip
 def test_headers_that_control_ray_are_not_forwarded(header):
     client, seen = proxied(JSONResponse({}))
     response = client.get("/", headers=[header])
@@ -61,12 +58,9 @@ def test_headers_that_control_ray_are_not_forwarded(header):
 def test_headers_of_the_service_are_forwarded():
     client, seen = proxied(JSONResponse({}))
     headers = {
-        "authorization": "Bearer k",
-        "content-type": "application/json",
-        "origin": "http://a",
-        "x-request-id": "7",
+        "authorization": "Bearer k", "content-type": "application/json", "origin": "http://a", "x-request-id": "7",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-    }
+    }  # fmt: skip
     assert client.get("/", headers=headers).headers["x-request-id"] == "7"
     assert {name.decode(): value.decode() for name, value in seen} == {"host": "testserver", **headers}
 
@@ -166,15 +160,12 @@ def test_broken_json_body_is_not_extended():
     assert client.get("/").content == b'{"a": '
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        PlainTextResponse("metrics"),
-        JSONResponse({"error": 1}, 503),
-        Response("page", 401, media_type="text/html"),
-        Response("data: [DONE]\n\n", media_type="text/event-stream"),
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    PlainTextResponse("metrics"),
+    JSONResponse({"error": 1}, 503),
+    Response("page", 401, media_type="text/html"),
+    Response("data: [DONE]\n\n", media_type="text/event-stream"),
+])  # fmt: skip
 def test_answers_of_the_service_are_not_changed(answer):
     client, _ = proxied(answer)
     response = client.get("/")

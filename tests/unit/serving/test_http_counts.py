@@ -36,18 +36,15 @@ async def silent(scope, receive, send):
     pass
 
 
-@pytest.mark.parametrize(
-    ("answer", "path", "expected"),
-    [
-        (JSONResponse({}), "/v1/completions", ("/v1/completions", 200)),
-        (JSONResponse({}, 429), "/v1/completions", ("/v1/completions", 429)),
-        (JSONResponse({}, 404), "/v1/models/some%20SECRET/thing", ("/v1/models/{model}", 404)),
-        (JSONResponse({}, 404), "/etc/SECRET", (UNKNOWN, 404)),
-        (PlainTextResponse("no application", 404), "/health", ("/health", 503)),
-        (failing, "/health", ("/health", 500)),
-        (silent, "/health", ("/health", 503)),
-    ],
-)
+@pytest.mark.parametrize(("answer", "path", "expected"), [
+    (JSONResponse({}), "/v1/completions", ("/v1/completions", 200)),
+    (JSONResponse({}, 429), "/v1/completions", ("/v1/completions", 429)),
+    (JSONResponse({}, 404), "/v1/models/some%20SECRET/thing", ("/v1/models/{model}", 404)),
+    (JSONResponse({}, 404), "/etc/SECRET", (UNKNOWN, 404)),
+    (PlainTextResponse("no application", 404), "/health", ("/health", 503)),
+    (failing, "/health", ("/health", 500)),
+    (silent, "/health", ("/health", 503)),
+])  # fmt: skip
 def test_answer_is_counted_once_with_the_client_status(answer, path, expected):
     assert counted(answer, path) == {expected: 1}
 

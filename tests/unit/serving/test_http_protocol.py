@@ -101,21 +101,18 @@ def refusal(answer):
 CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\r\n\r\nnonsense\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"G\xff\xfe / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
-        CHUNKED + b"zz\r\n",
-        CHUNKED + b"fffffffffffffffff\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"\r\n\r\nnonsense\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"G\xff\xfe / HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+    CHUNKED + b"zz\r\n",
+    CHUNKED + b"fffffffffffffffff\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+])  # fmt: skip
 def test_invalid_http_is_400_in_openai_format(port, data):
     status, error = refusal(exchange(port, data))
     assert status == "http/1.1 400 bad request"
@@ -163,16 +160,13 @@ def test_error_response_to_head_has_no_body(port):
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        GET + b"x: " + b"a" * MOST_HEAD_BYTES + b"\r\n\r\n",
-        GET + b"x: a\r\n" * MOST_HEAD_BYTES,
-        b"GET /" + b"a" * 2 * MOST_HEAD_BYTES,
-        CHUNKED + b"0\r\n" + b"x: a\r\n" * MOST_HEAD_BYTES,
-        CHUNKED + b"1;" + b"a" * 8 * MOST_HEAD_BYTES,
-    ],
-)
+@pytest.mark.parametrize("data", [
+    GET + b"x: " + b"a" * MOST_HEAD_BYTES + b"\r\n\r\n",
+    GET + b"x: a\r\n" * MOST_HEAD_BYTES,
+    b"GET /" + b"a" * 2 * MOST_HEAD_BYTES,
+    CHUNKED + b"0\r\n" + b"x: a\r\n" * MOST_HEAD_BYTES,
+    CHUNKED + b"1;" + b"a" * 8 * MOST_HEAD_BYTES,
+])  # fmt: skip
 def test_endless_headers_are_431(port, data):
     try:
         status, error = refusal(exchange(port, data))

@@ -36,18 +36,12 @@ def chat_entry(text, logprob, encoded):
 
 
 CHAT_LOGPROBS = [
-    {
-        **chat_entry("a", -0.5, [97]),
-        "top_logprobs": [chat_entry("a", -0.5, [97]), chat_entry("b", -1.5, [98])],
-    },
+    {**chat_entry("a", -0.5, [97]), "top_logprobs": [chat_entry("a", -0.5, [97]), chat_entry("b", -1.5, [98])]},
     {
         **chat_entry("\ufffd", -3.0, [0xF0, 0x9F]),
         "top_logprobs": [chat_entry("b", -0.1, [98]), chat_entry("c", -2.0, [99])],
     },
-    {
-        **chat_entry("c", -9999.0, [99]),
-        "top_logprobs": [chat_entry("a", -0.25, [97]), chat_entry("b", -2.5, [98])],
-    },
+    {**chat_entry("c", -9999.0, [99]), "top_logprobs": [chat_entry("a", -0.25, [97]), chat_entry("b", -2.5, [98])]},
 ]
 
 

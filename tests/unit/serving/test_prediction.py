@@ -42,16 +42,13 @@ def test_usage_without_prediction_has_no_details(client, drafting):
     assert "completion_tokens_details" not in client.post("/v1/chat/completions", json=CHAT).json()["usage"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "why"),
-    [
-        ({"prediction": {"type": "content", "content": "x" * 5000}}, "prediction", "has 5000 tokens and the limit is"),
-        ({"prediction": {"type": "content"}}, "prediction.content", "required"),
-        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "content"),
-        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content", "only text"),
-        ({**predicted("x"), "osd": {"speculate": False}}, "prediction", "osd.speculate"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "why"), [
+    ({"prediction": {"type": "content", "content": "x" * 5000}}, "prediction", "has 5000 tokens and the limit is"),
+    ({"prediction": {"type": "content"}}, "prediction.content", "required"),
+    ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "content"),
+    ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content", "only text"),
+    ({**predicted("x"), "osd": {"speculate": False}}, "prediction", "osd.speculate"),
+])  # fmt: skip
 def test_prediction_that_cannot_be_used_is_refused(client, service, fields, param, why):
     refusal_of(client.post("/v1/chat/completions", json={**CHAT, **fields}), param, why)
     assert not service.submitted

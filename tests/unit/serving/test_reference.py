@@ -88,39 +88,29 @@ def places(tokens):
     return tuple(TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -2.0))) for token in tokens)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "answer", "event"),
-    [
-        (
-            "/v1/chat/completions",
-            {**CHAT, "logprobs": True, "top_logprobs": 2, "osd": {"sources": True}},
-            "ChatCompletion",
-            "ChatChunk",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "hi", "logprobs": 2, "n": 2, "osd": {"sources": True}},
-            "TextCompletion",
-            "CompletionChunk",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "answer", "event"), [
+    (
+        "/v1/chat/completions",
+        {**CHAT, "logprobs": True, "top_logprobs": 2, "osd": {"sources": True}},
+        "ChatCompletion",
+        "ChatChunk",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "hi", "logprobs": 2, "n": 2, "osd": {"sources": True}},
+        "TextCompletion",
+        "CompletionChunk",
+    ),
+])  # fmt: skip
 def test_complete_and_streamed_responses_match_the_document(client, service, path, body, answer, event):
     drafts = SpeculationCounts(2, 4, 1, [1, 0], [1, 1], {"recall": SourceCounts(4, 1)})
     service.script = lambda request: [
         Update(request.id, (72,), "H", logprobs=places([72]), sources=("target",)),
         Update(
-            request.id,
-            (105,),
-            "i",
-            "stop",
-            drafts,
-            logprobs=places([105]),
-            sources=("recall",),
-            judged=JudgedTokens(1, 0.9),
-            skipped=SkippedLayers(3, 30),
+            request.id, (105,), "i", "stop", drafts, logprobs=places([105]), sources=("recall",),
+            judged=JudgedTokens(1, 0.9), skipped=SkippedLayers(3, 30),
         ),
-    ]
+    ]  # fmt: skip
     check(answer, client.post(path, json=body).json())
     for options in ({"include_usage": True}, {"continuous_usage_stats": True}, {}):
         response = client.post(path, json={**body, "stream": True, "stream_options": options})

@@ -40,13 +40,10 @@ REFUSAL = "became too complex after 1 tokens of the answer: simplify it"
 FORM = {"structured_outputs": {"regex": "a+"}}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "hi", **FORM}, "structured_outputs.regex"),
-        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/v1/completions", {"prompt": "hi", **FORM}, "structured_outputs.regex"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+])  # fmt: skip
 def test_form_that_becomes_too_complex_is_the_requests_error(client, service, path, body, param):
     refused = Update("", (), "", "error", error="GrammarError while decoding", refusal=REFUSAL)
     service.script = lambda request: [replace(refused, request_id=request.id)]
@@ -58,17 +55,14 @@ def test_form_that_becomes_too_complex_is_the_requests_error(client, service, pa
     assert events_of(client.post(path, json={**body, "stream": True}))[-1]["error"]["param"] == param
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "reason"),
-    [
-        ({"stop_token_ids": [592]}, "stop_token_ids", "not below the vocabulary's size, 592"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
-        ({"stop_token_ids": list(range(65))}, "stop_token_ids", "has 65 entries and the limit is 64"),
-        ({"min_tokens": 17}, "min_tokens", "'min_tokens' is 17 and the completion may have 16 tokens at most"),
-        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "may have 5 tokens at most"),
-        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "reason"), [
+    ({"stop_token_ids": [592]}, "stop_token_ids", "not below the vocabulary's size, 592"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids", "has 65 entries and the limit is 64"),
+    ({"min_tokens": 17}, "min_tokens", "'min_tokens' is 17 and the completion may have 16 tokens at most"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "may have 5 tokens at most"),
+    ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+])  # fmt: skip
 def test_impossible_stop_settings_are_400_with_the_limit(client, fields, param, reason):
     error = error_of(client.post("/v1/completions", json={"prompt": "hi", **fields}), 400)
     assert error["param"].startswith(param)
@@ -92,14 +86,11 @@ def test_unknown_model_is_404(client, path):
     assert "SECRET" not in response.text
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": ["a", "b" * 6000]}, "prompt"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "b" * 6000}]}, "messages"),
-        ("/v1/chat/completions", {**CHAT, "prediction": {"type": "content", "content": "b" * 6000}}, "prediction"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/v1/completions", {"prompt": ["a", "b" * 6000]}, "prompt"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "b" * 6000}]}, "messages"),
+    ("/v1/chat/completions", {**CHAT, "prediction": {"type": "content", "content": "b" * 6000}}, "prediction"),
+])  # fmt: skip
 def test_text_certainly_too_long_is_refused_by_its_length(client, service, path, body, param):
     error = error_of(client.post(path, json=body), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)

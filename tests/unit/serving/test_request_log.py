@@ -62,26 +62,11 @@ def test_request_line_has_ids_tokens_times_and_drafts(service, lines, stream):
     assert line["response_id"] in response.text
     assert line.pop("seconds") > 0
     expected = {
-        "method": "POST",
-        "path": "/v1/completions",
-        "status": 200,
-        "request_id": "r-1",
-        "key_name": None,
-        "tenant": "",
-        "sequences": 2,
-        "finish_reasons": ["stop", "stop"],
-        "prompt_tokens": 2 * (1 + len(PROMPT)),
-        "cached_tokens": 8,
-        "completion_tokens": 6,
-        "queue_seconds": 2.0,
-        "first_token_seconds": 3.5,
-        "decode_seconds": 4.0,
-        "rounds": 4,
-        "drafted_tokens": 12,
-        "accepted_tokens": 4,
-        "domain": "code",
-        "version": 7,
-    }
+        "method": "POST", "path": "/v1/completions", "status": 200, "request_id": "r-1", "key_name": None, "tenant": "",
+        "sequences": 2, "finish_reasons": ["stop", "stop"], "prompt_tokens": 2 * (1 + len(PROMPT)), "cached_tokens": 8,
+        "completion_tokens": 6, "queue_seconds": 2.0, "first_token_seconds": 3.5, "decode_seconds": 4.0, "rounds": 4,
+        "drafted_tokens": 12, "accepted_tokens": 4, "domain": "code", "version": 7,
+    }  # fmt: skip
     assert {name: line[name] for name in expected} == expected
 
 

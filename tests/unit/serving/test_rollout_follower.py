@@ -202,17 +202,13 @@ def watch(settings, registry, engine, events, *rollouts, until=None, unreadable=
     return watcher
 
 
-@pytest.mark.parametrize(
-    ("rollouts", "measure", "references"),
-    [
-        ([at(1), at(3), at(4)], 0.005, [(1, 3), (3, 4)]),
-        ([at(1), at(3), at(4)], 0.0, []),
-        ([at(3), at(1)], 0.005, [(1, 3)]),
-        ([at(1), at(1, 3), at(3)], 0.005, []),
-        ([at(3), at(4, changed=2.0)], 0.005, [(1, 3), (3, 4)]),
-    ],
-    ids=["new versions", "without measuring", "rollback", "promoted canary", "next version"],
-)
+@pytest.mark.parametrize(("rollouts", "measure", "references"), [
+    ([at(1), at(3), at(4)], 0.005, [(1, 3), (3, 4)]),
+    ([at(1), at(3), at(4)], 0.0, []),
+    ([at(3), at(1)], 0.005, [(1, 3)]),
+    ([at(1), at(1, 3), at(3)], 0.005, []),
+    ([at(3), at(4, changed=2.0)], 0.005, [(1, 3), (3, 4)]),
+], ids=["new versions", "without measuring", "rollback", "promoted canary", "next version"])  # fmt: skip
 def test_new_version_is_compared_with_the_one_before(settings, registry, initial, rollouts, measure, references):
     registry.publish(settings.domain, initial.weights(), initial.config(), {})
     settings = settings.model_copy(update={"economy": settings.economy.model_copy(update={"measure": measure})})

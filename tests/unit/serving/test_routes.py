@@ -18,12 +18,7 @@ def test_chat_completion_has_openai_format_usage_and_metrics(client, service):
     assert body["object"] == "chat.completion"
     assert body["model"] == "tiny"
     assert body["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "Hello"},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
+        {"index": 0, "message": {"role": "assistant", "content": "Hello"}, "logprobs": None, "finish_reason": "stop"}
     ]
     assert body["usage"] == {
         "prompt_tokens": 3,
@@ -32,13 +27,9 @@ def test_chat_completion_has_openai_format_usage_and_metrics(client, service):
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert body["metrics"]["speculative_decoding"] == {
-        "mean_acceptance_length": 1.5,
-        "draft_acceptance_rate": 0.25,
-        "acceptance_histogram": [1, 1],
-        "num_spec_steps": 2,
-        "num_accepted_draft_tokens": 1,
-        "num_draft_tokens": 4,
-    }
+        "mean_acceptance_length": 1.5, "draft_acceptance_rate": 0.25, "acceptance_histogram": [1, 1],
+        "num_spec_steps": 2, "num_accepted_draft_tokens": 1, "num_draft_tokens": 4,
+    }  # fmt: skip
     assert service.submitted[0].prompt_ids == tuple(map(ord, "uhi"))
 
 
@@ -61,15 +52,9 @@ def test_finish_reason_comes_from_the_engine(client, service):
 
 def test_sampling_settings_reach_the_engine(client, service):
     numbers = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.01,
-        "presence_penalty": 0.1,
-        "frequency_penalty": -0.2,
-        "repetition_penalty": 1.1,
-        "seed": 5,
-    }
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.01, "presence_penalty": 0.1, "frequency_penalty": -0.2,
+        "repetition_penalty": 1.1, "seed": 5,
+    }  # fmt: skip
     fields = {**numbers, "logit_bias": {"7": -3}, "stop": "X", "ignore_eos": True, "max_tokens": 9}
     fields |= {"stop_token_ids": [5, 7], "min_tokens": 4}
     client.post("/v1/completions", json={"prompt": "hi", **fields})
@@ -108,26 +93,23 @@ def test_request_can_turn_drafting_off_and_name_a_domain(client, service):
     assert passed == [(False, None), (True, None), (True, "code-2"), (True, None), (True, None)]
 
 
-@pytest.mark.parametrize(
-    ("osd", "param", "reason"),
-    [
-        ({"growth": {"kind": "forest"}}, "osd.growth.kind", "must be 'best_first', 'chain'"),
-        ({"growth": {"budget": 0}}, "osd.growth.budget", "greater than or equal to 1"),
-        ({"growth": {"kind": "chain", "budget": 9}}, "osd.growth.budget", "is not read by kind chain, which has"),
-        (
-            {"growth": {"kind": "dynamic_tree", "budget": 65}, "verification": "siblings"},
-            "osd.growth",
-            "up to 65 tokens and this server's limit is 64",
-        ),
-        ({"growth": {"kind": "top_k_tree"}, "verification": "siblings"}, "osd", "siblings would bias the output"),
-        ({"growth": {"kind": "chain", "governed": True}}, "osd.growth.governed", "is not supported"),
-        ({"verification": "typical"}, "osd.verification", "should be 'chain'"),
-        ({"drafter": "mine"}, "osd.drafter", "is not supported"),
-        ({"speculate": 0}, "osd.speculate", "valid boolean"),
-        ({"domain": "../etc"}, "osd.domain", "should match pattern"),
-        ({"domain": ""}, "osd.domain", "should match pattern"),
-    ],
-)
+@pytest.mark.parametrize(("osd", "param", "reason"), [
+    ({"growth": {"kind": "forest"}}, "osd.growth.kind", "must be 'best_first', 'chain'"),
+    ({"growth": {"budget": 0}}, "osd.growth.budget", "greater than or equal to 1"),
+    ({"growth": {"kind": "chain", "budget": 9}}, "osd.growth.budget", "is not read by kind chain, which has"),
+    (
+        {"growth": {"kind": "dynamic_tree", "budget": 65}, "verification": "siblings"},
+        "osd.growth",
+        "up to 65 tokens and this server's limit is 64",
+    ),
+    ({"growth": {"kind": "top_k_tree"}, "verification": "siblings"}, "osd", "siblings would bias the output"),
+    ({"growth": {"kind": "chain", "governed": True}}, "osd.growth.governed", "is not supported"),
+    ({"verification": "typical"}, "osd.verification", "should be 'chain'"),
+    ({"drafter": "mine"}, "osd.drafter", "is not supported"),
+    ({"speculate": 0}, "osd.speculate", "valid boolean"),
+    ({"domain": "../etc"}, "osd.domain", "should match pattern"),
+    ({"domain": ""}, "osd.domain", "should match pattern"),
+])  # fmt: skip
 def test_invalid_or_biased_speculation_is_400(client, service, osd, param, reason):
     refusal_of(client.post("/v1/completions", json={"prompt": "hi", "osd": osd}), param, reason)
     assert service.submitted == []

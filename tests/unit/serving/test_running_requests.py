@@ -42,16 +42,10 @@ async def test_drain_returns_at_once_without_requests(work):
     assert await work.drain(math.inf) == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "method"),
-    [
-        ("/v1/chat/completions", "POST"),
-        ("/v1/completions", "POST"),
-        ("/tokenize", "POST"),
-        ("/detokenize", "POST"),
-        ("/health", "GET"),
-    ],
-)
+@pytest.mark.parametrize(("path", "method"), [
+    ("/v1/chat/completions", "POST"), ("/v1/completions", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"),
+    ("/health", "GET"),
+])  # fmt: skip
 async def test_new_requests_and_health_are_503_after_drain(app, work, service, path, method):
     await work.drain(LATE)
     assert is_stopping_error(await answered(app, path, PROMPT, method=method))

@@ -24,14 +24,11 @@ def chat(**fields):
     return ChatRequest.model_validate_json(json.dumps({"messages": HI, **fields}))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("top_logprobs", 3),
-        ("audio", {"voice": "SECRET"}),
-        ("a_field_of_tomorrow", None),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("top_logprobs", 3),
+    ("audio", {"voice": "SECRET"}),
+    ("a_field_of_tomorrow", None),
+])  # fmt: skip
 def test_unsupported_field_is_named_in_the_error(field, value):
     error = refusal(ChatRequest, messages=HI, **{field: value})
     assert error["param"] == field
@@ -40,24 +37,12 @@ def test_unsupported_field_is_named_in_the_error(field, value):
 
 
 NEUTRAL = {
-    "tools": [[], None],
-    "presence_penalty": [0],
-    "frequency_penalty": [0.0],
-    "repetition_penalty": [1.0],
-    "logprobs": [False, None],
-    "logit_bias": [{}, None],
-    "top_logprobs": [0, None],
-    "min_tokens": [0],
-    "response_format": [{"type": "text"}],
-    "metadata": [None, {"ticket": "7"}],
-    "stop": [None],
-    "temperature": [None],
-    "user": ["label"],
-    "safety_identifier": ["label"],
-    "prompt_cache_key": ["session"],
-    "prompt_cache_retention": ["24h"],
-    "service_tier": ["flex"],
-}
+    "tools": [[], None], "presence_penalty": [0], "frequency_penalty": [0.0], "repetition_penalty": [1.0],
+    "logprobs": [False, None], "logit_bias": [{}, None], "top_logprobs": [0, None], "min_tokens": [0],
+    "response_format": [{"type": "text"}], "metadata": [None, {"ticket": "7"}], "stop": [None], "temperature": [None],
+    "user": ["label"], "safety_identifier": ["label"], "prompt_cache_key": ["session"],
+    "prompt_cache_retention": ["24h"], "service_tier": ["flex"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in NEUTRAL for value in NEUTRAL[field]])
@@ -66,25 +51,13 @@ def test_neutral_value_of_a_field_is_accepted(field, value):
 
 
 OUT_OF_RANGE = {
-    "temperature": [2.1, -0.1, "1", True],
-    "top_p": [0, 1.5],
-    "top_k": [-2],
-    "min_p": [-0.1],
-    "presence_penalty": [-2.1, "1"],
-    "frequency_penalty": [2.1, -2.1],
-    "repetition_penalty": [-1, 101],
-    "logit_bias": [[1], {"5": -101}, {"5": "SECRET"}, {"5": True}, {"SECRET": 1}, {"-1": 1}],
-    "logprobs": [1, "yes"],
-    "top_logprobs": [-1],
-    "n": [0, 9],
-    "max_tokens": [0, 1.5],
-    "priority": [-1, 1001, "1"],
-    "seed": [2**63],
-    "stop": [["a", "b", "c", "d", "e"], "", [""]],
-    "stream": ["yes"],
-    "store": [0, 1, "", "false", [], {}],
+    "temperature": [2.1, -0.1, "1", True], "top_p": [0, 1.5], "top_k": [-2], "min_p": [-0.1],
+    "presence_penalty": [-2.1, "1"], "frequency_penalty": [2.1, -2.1], "repetition_penalty": [-1, 101],
+    "logit_bias": [[1], {"5": -101}, {"5": "SECRET"}, {"5": True}, {"SECRET": 1}, {"-1": 1}], "logprobs": [1, "yes"],
+    "top_logprobs": [-1], "n": [0, 9], "max_tokens": [0, 1.5], "priority": [-1, 1001, "1"], "seed": [2**63],
+    "stop": [["a", "b", "c", "d", "e"], "", [""]], "stream": ["yes"], "store": [0, 1, "", "false", [], {}],
     "model": [5],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, bad) for field in OUT_OF_RANGE for bad in OUT_OF_RANGE[field]])
@@ -94,17 +67,14 @@ def test_value_out_of_range_names_the_field(field, value):
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "limit"),
-    [
-        ("min_p", 1.1, "1"),
-        ("presence_penalty", 2.1, "2"),
-        ("repetition_penalty", 0, "0.01"),
-        ("logit_bias", {"5": 101}, "between -100 and 100"),
-        ("logit_bias", {str(token): 1 for token in range(1025)}, "1025 entries and the limit is 1024"),
-        ("top_logprobs", 21, "20"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "limit"), [
+    ("min_p", 1.1, "1"),
+    ("presence_penalty", 2.1, "2"),
+    ("repetition_penalty", 0, "0.01"),
+    ("logit_bias", {"5": 101}, "between -100 and 100"),
+    ("logit_bias", {str(token): 1 for token in range(1025)}, "1025 entries and the limit is 1024"),
+    ("top_logprobs", 21, "20"),
+])  # fmt: skip
 def test_value_beyond_a_limit_names_field_and_limit(field, value, limit):
     error = refusal(ChatRequest, messages=HI, **{field: value})
     assert error["param"].startswith(field)

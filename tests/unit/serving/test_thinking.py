@@ -144,15 +144,12 @@ def test_template_receives_variables_and_earlier_thinking(client, thinking):
     assert thinking.rendered[-1][0][1]["reasoning_content"] == "why"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "why"),
-    [
-        ({"reasoning_effort": "high"}, "reasoning_effort", "does not use it"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "not use it"),
-        ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages", "variable of the chat template"),
-        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", ""),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "why"), [
+    ({"reasoning_effort": "high"}, "reasoning_effort", "does not use it"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "not use it"),
+    ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages", "variable of the chat template"),
+    ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", ""),
+])  # fmt: skip
 def test_variable_that_the_template_does_not_use_is_refused(client, service, fields, param, why):
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, **fields}), 400)
     assert error["param"].startswith(param)

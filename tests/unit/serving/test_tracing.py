@@ -66,15 +66,11 @@ def test_request_has_queue_prefill_and_decode_spans(service, collector):
     assert root.kind == root.SPAN_KIND_SERVER
     assert before <= root.start_time_unix_nano < root.end_time_unix_nano <= time.time_ns()
     assert attributes_of(root) == {
-        "http.request.method": "POST",
-        "http.route": "/v1/completions",
-        "http.response.status_code": 200,
-        "gen_ai.response.id": response.json()["id"],
-        "gen_ai.response.model": "tiny",
-        "gen_ai.response.finish_reasons": ["stop"],
-        "gen_ai.usage.input_tokens": 1 + len(PROMPT),
+        "http.request.method": "POST", "http.route": "/v1/completions", "http.response.status_code": 200,
+        "gen_ai.response.id": response.json()["id"], "gen_ai.response.model": "tiny",
+        "gen_ai.response.finish_reasons": ["stop"], "gen_ai.usage.input_tokens": 1 + len(PROMPT),
         "gen_ai.usage.output_tokens": 3,
-    }
+    }  # fmt: skip
     began = root.start_time_unix_nano
     offsets = {
         name: [round((at - began) / 1e9, 3) for at in (span.start_time_unix_nano, span.end_time_unix_nano)]
@@ -83,15 +79,9 @@ def test_request_has_queue_prefill_and_decode_spans(service, collector):
     assert offsets == {"queue": [0.5, 2.5], "prefill": [2.5, 3.5], "decode": [3.5, 7.5]}
     assert attributes_of(by_name["prefill"])["osd.cached_tokens"] == 4
     assert attributes_of(by_name["decode"]) == {
-        "osd.sequence": 0,
-        "gen_ai.usage.output_tokens": 3,
-        "osd.finish_reason": "stop",
-        "osd.rounds": 2,
-        "osd.drafted_tokens": 6,
-        "osd.accepted_tokens": 2,
-        "osd.domain": "code",
-        "osd.drafter_version": 7,
-    }
+        "osd.sequence": 0, "gen_ai.usage.output_tokens": 3, "osd.finish_reason": "stop", "osd.rounds": 2,
+        "osd.drafted_tokens": 6, "osd.accepted_tokens": 2, "osd.domain": "code", "osd.drafter_version": 7,
+    }  # fmt: skip
     assert collector.resource()["service.name"] == "osd"
     assert collector.resource()["service.instance.id"] == "replica a"
 

@@ -35,12 +35,7 @@ def test_trace_repeats_at_the_configured_rate(tmp_path):
     assumed = scenario(arrivals={"kind": "trace", "file": file, "rate": 0.5})
     requests = list(islice(generate_requests(assumed, 4), 3000))
     sizes = [(request.prompt, request.answer) for request in requests[:4]]
-    assert sizes == [
-        (374, 44),
-        (396, 109),
-        (879, 55),
-        (374, 44),
-    ]
+    assert sizes == [(374, 44), (396, 109), (879, 55), (374, 44)]
     assert requests[-1].due == pytest.approx(3000 / (0.5 * 4), rel=0.01)
     gaps = np.diff([request.due for request in requests[:3]])
     assert gaps[1] == pytest.approx(3 * gaps[0])

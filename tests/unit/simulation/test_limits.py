@@ -58,16 +58,10 @@ def test_pulls_wait_for_earlier_pulls_and_the_poll():
     assert 7.9 < ends.max() <= 8.0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "top_k", "width", "drafts", "states"),
-    [
-        (30, 48, 32, 1728, True, "full"),
-        (30, 48, 32, 1728, True, "int8"),
-        (300, 20, 8, 64, False, "full"),
-        (5, 1, 32, 0, False, "full"),
-        (900, 700, 4, 32, True, "full"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "answer", "top_k", "width", "drafts", "states"), [
+    (30, 48, 32, 1728, True, "full"), (30, 48, 32, 1728, True, "int8"), (300, 20, 8, 64, False, "full"),
+    (5, 1, 32, 0, False, "full"), (900, 700, 4, 32, True, "full"),
+])  # fmt: skip
 def test_record_bytes_equals_the_size_of_real_records(prompt, answer, top_k, width, drafts, states):
     segment = 512
     builder = TraceBuilder(Request("0123456789abcdef", tuple(range(prompt)), answer), "SmolLM2@0123456789", segment)

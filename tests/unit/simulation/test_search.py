@@ -29,9 +29,7 @@ def test_search_finds_a_peak_without_trying_all_choices(trainers, budget):
 
 def test_search_finds_trainers_that_pay_only_with_a_budget():
     best = search(
-        lambda count, budget: 0.0 if not count else 3.0 - count - (9.0 if budget is None else budget),
-        [1, 2],
-        [None, 1],
+        lambda count, budget: 0.0 if not count else 3.0 - count - (9.0 if budget is None else budget), [1, 2], [None, 1]
     )
     assert (best.choice, best.net) == ((1, 1), 1.0)
 

@@ -32,10 +32,7 @@ def test_stream_with_interleaved_choices_is_separated():
     )
     assert answer.id == "chatcmpl-7"
     choices = [(choice.index, choice.text, choice.finish_reason, choice.reports_stop) for choice in answer.choices]
-    assert choices == [
-        (0, "two three", "stop", True),
-        (1, "one", "length", False),
-    ]
+    assert choices == [(0, "two three", "stop", True), (1, "one", "length", False)]
     assert all(choice.plain for choice in answer.choices)
 
 
@@ -58,22 +55,12 @@ def test_unfinished_choice_is_not_plain(finish):
     assert not read_answer(json.dumps({"choices": [choice]}).encode()).choices[0].plain
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"choices": 3}',
-        b'{"choices": [3]}',
-        b'{"choices": [{"index": "x"}]}',
-        b'{"error": {"message": "no"}}',
-        b'{"choices": [{"message": {"tool_calls": [{"index": 2}]}}]}',
-        b'{"choices": [{"message": {"tool_calls": [{"index": 0, "id": "a"}, {"index": 0, "id": "b"}]}}]}',
-        b'{"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]}',
-        b"\xff\xfe",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    b"", b"{", b"[]", b'{"choices": 3}', b'{"choices": [3]}', b'{"choices": [{"index": "x"}]}',
+    b'{"error": {"message": "no"}}', b'{"choices": [{"message": {"tool_calls": [{"index": 2}]}}]}',
+    b'{"choices": [{"message": {"tool_calls": [{"index": 0, "id": "a"}, {"index": 0, "id": "b"}]}}]}',
+    b'{"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]}', b"\xff\xfe",
+])  # fmt: skip
 def test_invalid_answer_raises_answer_error(data):
     with pytest.raises(AnswerError):
         read_answer(data)

@@ -25,14 +25,11 @@ def test_tap_on_a_public_host_is_refused(host: str) -> None:
         Tap(settings, Upstream("http://127.0.0.1:1"), ServedTarget(frozenset()), "redis://127.0.0.1:1")
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"tap": {"host": "127.0.0.2"}},
-        {"tap": {"host": ALL, "allowed_hosts": ["osd"]}},
-        {"tap": {"host": ALL}, "serving": {"insecure": True}},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"tap": {"host": "127.0.0.2"}},
+    {"tap": {"host": ALL, "allowed_hosts": ["osd"]}},
+    {"tap": {"host": ALL}, "serving": {"insecure": True}},
+])  # fmt: skip
 def test_protected_tap_is_accepted(values: dict[str, Any]) -> None:
     check_exposure(Settings(**values))
 

@@ -26,17 +26,14 @@ def test_trace_starts_at_its_earliest_request(tmp_path):
     assert second.due == pytest.approx(4.314579)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (HEAD + "2023-11-16 18:15:46.68,374,44\nyesterday,1,1\n", "line 3, field TIMESTAMP"),
-        (HEAD + "2023-11-16 18:15:46.68,374,0\n", "line 2, field GeneratedTokens"),
-        (HEAD + "2023-11-16 18:15:46.68,374\n", "line 2, field GeneratedTokens"),
-        (HEAD + "2023-11-16 18:15:46.68,-1,44\n", "line 2, field ContextTokens"),
-        (HEAD, "no arrival"),
-        ("time,tokens\n1,2\n", "no column TIMESTAMP"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    (HEAD + "2023-11-16 18:15:46.68,374,44\nyesterday,1,1\n", "line 3, field TIMESTAMP"),
+    (HEAD + "2023-11-16 18:15:46.68,374,0\n", "line 2, field GeneratedTokens"),
+    (HEAD + "2023-11-16 18:15:46.68,374\n", "line 2, field GeneratedTokens"),
+    (HEAD + "2023-11-16 18:15:46.68,-1,44\n", "line 2, field ContextTokens"),
+    (HEAD, "no arrival"),
+    ("time,tokens\n1,2\n", "no column TIMESTAMP"),
+])  # fmt: skip
 def test_wrong_trace_is_refused_with_line_and_field(tmp_path, text, words):
     with pytest.raises(TrafficError, match=words) as caught:
         read(trace(tmp_path, text))

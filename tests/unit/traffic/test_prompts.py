@@ -64,21 +64,18 @@ def test_json_lines_file_is_read_in_order(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        ("{", "not JSON"),
-        ("[]", "object"),
-        (json.dumps({**GOOD, "id": 3}), "field id"),
-        (json.dumps({**GOOD, "domain": ""}), "field domain"),
-        (json.dumps({**GOOD, "messages": []}), "field messages"),
-        (json.dumps({**GOOD, "messages": ["hello"]}), "messages[0]"),
-        (json.dumps({**GOOD, "messages": [{"role": "assistant", "content": "x"}]}), "messages[0].role"),
-        (json.dumps({**GOOD, "messages": [{"role": "user", "content": [1]}]}), "messages[0].content"),
-        (json.dumps({**GOOD, "messages": [{"role": "system", "content": "x"}]}), "no user message"),
-        (json.dumps({**GOOD, "messages": [*GOOD["messages"], {"role": "system", "content": "x"}]}), "messages[1]"),
-    ],
-)
+@pytest.mark.parametrize(("line", "field"), [
+    ("{", "not JSON"),
+    ("[]", "object"),
+    (json.dumps({**GOOD, "id": 3}), "field id"),
+    (json.dumps({**GOOD, "domain": ""}), "field domain"),
+    (json.dumps({**GOOD, "messages": []}), "field messages"),
+    (json.dumps({**GOOD, "messages": ["hello"]}), "messages[0]"),
+    (json.dumps({**GOOD, "messages": [{"role": "assistant", "content": "x"}]}), "messages[0].role"),
+    (json.dumps({**GOOD, "messages": [{"role": "user", "content": [1]}]}), "messages[0].content"),
+    (json.dumps({**GOOD, "messages": [{"role": "system", "content": "x"}]}), "no user message"),
+    (json.dumps({**GOOD, "messages": [*GOOD["messages"], {"role": "system", "content": "x"}]}), "messages[1]"),
+])  # fmt: skip
 def test_bad_line_is_refused_with_number_and_field(tmp_path, line, field):
     file = tmp_path / "prompts.jsonl"
     file.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
@@ -171,16 +168,13 @@ def test_converse_sends_each_turn_after_the_last_answer():
     assert bodies[0]["max_tokens"] == 9
 
 
-@pytest.mark.parametrize(
-    ("response", "reason"),
-    [
-        ("HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "HTTP 503"),
-        (stream(chunk("half")), "ended before"),
-        (stream(chunk("all", "stop")), "ended before"),
-        (stream({"error": {"message": "broken"}}), "broken"),
-        (stream("{"), "protocol"),
-    ],
-)
+@pytest.mark.parametrize(("response", "reason"), [
+    ("HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "HTTP 503"),
+    (stream(chunk("half")), "ended before"),
+    (stream(chunk("all", "stop")), "ended before"),
+    (stream({"error": {"message": "broken"}}), "broken"),
+    (stream("{"), "protocol"),
+])  # fmt: skip
 def test_incomplete_answer_counts_as_failed(response, reason):
     async def answer(body: dict) -> str:
         return response

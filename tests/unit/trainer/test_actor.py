@@ -80,16 +80,13 @@ def test_new_group_inherits_orders_and_the_old_group_stops(group):
     assert group.report(new, {}, False).stopped
 
 
-@pytest.mark.parametrize(
-    ("kind", "enabled", "needed", "message"),
-    [
-        ("eagle", True, True, ""),
-        ("eagle", False, False, ""),
-        ("none", True, False, ""),
-        ("recall", False, False, ""),
-        ("recall", True, False, "drafter.kind recall cannot be trained, so no trainer starts"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "enabled", "needed", "message"), [
+    ("eagle", True, True, ""),
+    ("eagle", False, False, ""),
+    ("none", True, False, ""),
+    ("recall", False, False, ""),
+    ("recall", True, False, "drafter.kind recall cannot be trained, so no trainer starts"),
+])  # fmt: skip
 def test_needs_trainer_is_false_for_untrainable_drafters(kind, enabled, needed, message, caplog):
     settings = Settings(drafter={"kind": kind}, trainer={"enabled": enabled})
     with caplog.at_level("INFO"):

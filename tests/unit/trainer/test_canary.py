@@ -153,19 +153,16 @@ def measured_effect(log: float, error: float, pairs: int = 40) -> Measured:
     return Measured(pairs, 100.0, stable, (stable * error) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("log", "error", "pairs", "late", "action", "reason"),
-    [
-        (-0.05, 0.01, 40, False, "roll_back", r"slower: speed -4.9% \(-7.8 to -1.9\) against version 1"),
-        (0.03, 0.005, 40, False, "promote", r"speed \+3.0% \(\+1.\d to \+4.\d\) against version 1"),
-        (-0.004, 0.003, 400, False, "promote", r"speed -0.4% "),
-        (0.01, 0.02, 40, False, "watch", "speed"),
-        (0.01, 0.02, 40, True, "promote", "at its time limit: speed"),
-        (-0.01, 0.02, 40, True, "roll_back", "at its time limit: speed"),
-        (-0.3, 0.001, LEAST_TRIALS - 1, False, "watch", "not clear yet"),
-        (0.3, 0.001, LEAST_TRIALS - 1, True, "roll_back", "undecided at its time limit, after 11 pairs of blocks"),
-    ],
-)
+@pytest.mark.parametrize(("log", "error", "pairs", "late", "action", "reason"), [
+    (-0.05, 0.01, 40, False, "roll_back", r"slower: speed -4.9% \(-7.8 to -1.9\) against version 1"),
+    (0.03, 0.005, 40, False, "promote", r"speed \+3.0% \(\+1.\d to \+4.\d\) against version 1"),
+    (-0.004, 0.003, 400, False, "promote", r"speed -0.4% "),
+    (0.01, 0.02, 40, False, "watch", "speed"),
+    (0.01, 0.02, 40, True, "promote", "at its time limit: speed"),
+    (-0.01, 0.02, 40, True, "roll_back", "at its time limit: speed"),
+    (-0.3, 0.001, LEAST_TRIALS - 1, False, "watch", "not clear yet"),
+    (0.3, 0.001, LEAST_TRIALS - 1, True, "roll_back", "undecided at its time limit, after 11 pairs of blocks"),
+])  # fmt: skip
 def test_measured_effect_decides_on_a_canary(log, error, pairs, late, action, reason):
     canary = CanaryTrial(2, 1, 0.0, ends=100.0)
     canary.measured = measured_effect(log, error, pairs)

@@ -102,18 +102,15 @@ def change(**changes):
 NAN = Array.of(np.full((8, VOCABULARY), np.nan, np.float16))
 
 
-@pytest.mark.parametrize(
-    ("trace", "settings", "refused", "observed"),
-    [
-        (make_trace("odd", target="another"), {}, 1, []),
-        (make_trace("odd", hidden=False), {}, 1, []),
-        (change(target_logp=NAN), {}, 1, []),
-        (change(states_weight=0.0, hidden=None), {}, 0, ["odd"]),
-        (make_trace("odd", domain="elsewhere"), {}, 0, []),
-        (make_trace("odd", domain="acme.general"), {"domains": "all"}, 0, []),
-        (change(created=time.time() - 90_000), {"replay_days": 1.0}, 0, []),
-    ],
-)
+@pytest.mark.parametrize(("trace", "settings", "refused", "observed"), [
+    (make_trace("odd", target="another"), {}, 1, []),
+    (make_trace("odd", hidden=False), {}, 1, []),
+    (change(target_logp=NAN), {}, 1, []),
+    (change(states_weight=0.0, hidden=None), {}, 0, ["odd"]),
+    (make_trace("odd", domain="elsewhere"), {}, 0, []),
+    (make_trace("odd", domain="acme.general"), {"domains": "all"}, 0, []),
+    (change(created=time.time() - 90_000), {"replay_days": 1.0}, 0, []),
+])  # fmt: skip
 def test_unusable_record_is_finished_at_once(scene, trace, settings, refused, observed):
     setup, recalled = scene(**settings), []
     setup.learner.add_without_states = lambda trace: recalled.append(trace.request_id)

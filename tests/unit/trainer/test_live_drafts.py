@@ -18,16 +18,10 @@ def traced(verdict: list[int], **changed):
     return msgspec.structs.replace(PIECE, verdict=Array.of(np.array(verdict, np.int8)), **changed)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "tested", "accepted"),
-    [
-        ([N, A, A, R, R, A, N], [3, 1, 1], [2, 1, 0]),
-        ([A, A, N, A], [2, 1, 0], [2, 1, 0]),
-        ([N, N], [0, 0, 0], [0, 0, 0]),
-        ([R], [1, 0, 0], [0, 0, 0]),
-        ([A] * 40, [1] * 3, [1] * 3),
-    ],
-)
+@pytest.mark.parametrize(("verdict", "tested", "accepted"), [
+    ([N, A, A, R, R, A, N], [3, 1, 1], [2, 1, 0]), ([A, A, N, A], [2, 1, 0], [2, 1, 0]),
+    ([N, N], [0, 0, 0], [0, 0, 0]), ([R], [1, 0, 0], [0, 0, 0]), ([A] * 40, [1] * 3, [1] * 3),
+])  # fmt: skip
 def test_draft_begins_after_each_token_that_is_not_accepted(verdict, tested, accepted):
     counts = DraftCounts.of(traced(verdict))
     assert (counts.tested[:3], counts.accepted[:3]) == (tested, accepted)

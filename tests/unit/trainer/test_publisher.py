@@ -22,15 +22,12 @@ from trainer.publisher import NotYetError, Publisher, Revision, StoppedError, ve
 from trainer.rollout import CandidateOutcome
 
 
-@pytest.mark.parametrize(
-    ("manifest", "before"),
-    [
-        ({"target": "new", "gate": {"acceptance": 0.5}}, None),
-        ({"gate": {"acceptance": 0.5}}, None),
-        ({"target": "old"}, None),
-        ({"target": "old", "gate": {"acceptance": 0.5}}, 0.5),
-    ],
-)
+@pytest.mark.parametrize(("manifest", "before"), [
+    ({"target": "new", "gate": {"acceptance": 0.5}}, None),
+    ({"gate": {"acceptance": 0.5}}, None),
+    ({"target": "old"}, None),
+    ({"target": "old", "gate": {"acceptance": 0.5}}, 0.5),
+])  # fmt: skip
 def test_revision_exists_for_a_version_of_another_target(manifest, before):
     revision = Revision.of(Version(3, {}, {}, manifest), "new")
     assert revision == (None if before is None else Revision(3, before))
@@ -60,15 +57,12 @@ def parts(monkeypatch):
     return parts
 
 
-@pytest.mark.parametrize(
-    ("lease", "failure", "reason"),
-    [
-        (False, None, "another trainer trains general"),
-        (True, RedisConnectionError("gone"), "Redis cannot be reached: gone"),
-        (True, OSError("full"), "the registry cannot be read or written: full"),
-        (True, None, "the registry has no stable drafter version of general yet"),
-    ],
-)
+@pytest.mark.parametrize(("lease", "failure", "reason"), [
+    (False, None, "another trainer trains general"),
+    (True, RedisConnectionError("gone"), "Redis cannot be reached: gone"),
+    (True, OSError("full"), "the registry cannot be read or written: full"),
+    (True, None, "the registry has no stable drafter version of general yet"),
+])  # fmt: skip
 def test_acquire_version_failure_gives_the_reason(parts, lease, failure, reason):
     parts.promotion.versions.lease.take.return_value = lease
     parts.promotion.load_stable.configure_mock(side_effect=failure, return_value=None)
@@ -97,14 +91,11 @@ def test_failed_publication_is_retried_later(parts, caplog, error, seconds):
     assert len(caplog.records) == (2 if seconds == 2.0 else 1), "a full disk is logged once"
 
 
-@pytest.mark.parametrize(
-    ("decision", "version", "rejected"),
-    [
-        (GateDecision(True, False, "better"), 2, 0),
-        (GateDecision(False, False, "worse"), None, 1),
-        (GateDecision(False, True, "pinned"), None, 0),
-    ],
-)
+@pytest.mark.parametrize(("decision", "version", "rejected"), [
+    (GateDecision(True, False, "better"), 2, 0),
+    (GateDecision(False, False, "worse"), None, 1),
+    (GateDecision(False, True, "pinned"), None, 0),
+])  # fmt: skip
 def test_propose_counts_the_outcome_and_informs_the_learner(parts, decision, version, rejected):
     parts.promotion.propose.return_value, parts.reporter.state.rejected = CandidateOutcome(decision, version), 0
     parts.learner.log_gain = 0.1

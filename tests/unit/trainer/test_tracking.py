@@ -152,12 +152,9 @@ def test_mlflow_gets_one_run_with_metrics_and_tags(tmp_path, monkeypatch):
     tracker.text(3, "a/reason", "so")
     tracker.close()
     assert calls == [
-        ("server", "http://127.0.0.1:5"),
-        ("run", "7", "general", {"domain": "general"}),
-        ("batch", "r", [("a", 1.0, 3), ("b", 2.0, 3)]),
-        ("tag", "r", "a/reason", "step 3: so"),
-        ("end", "r"),
-    ]
+        ("server", "http://127.0.0.1:5"), ("run", "7", "general", {"domain": "general"}),
+        ("batch", "r", [("a", 1.0, 3), ("b", 2.0, 3)]), ("tag", "r", "a/reason", "step 3: so"), ("end", "r"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "mode"), [("secret", "online"), (None, "offline")])

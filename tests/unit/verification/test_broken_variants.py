@@ -148,13 +148,9 @@ def test_rare_pruning_is_caught() -> None:
 
 
 READS_Q = {
-    "chain": CHAIN,
-    "block": CHAIN,
-    "siblings": PAIR,
-    "traversal": PAIR,
-    "k_seq": TWINS,
+    "chain": CHAIN, "block": CHAIN, "siblings": PAIR, "traversal": PAIR, "k_seq": TWINS,
     "greedy_multidraft": GROWTHS["static_tree"](paths=[(0,), (1,)], draw=Draw.TOP_THEN_DRAWN),
-}
+}  # fmt: skip
 """Rules that read q, with fitting drafts."""
 
 
@@ -204,9 +200,7 @@ def ensemble(draft: DraftBatch, p: Tensor, noise: ForkingNoise) -> Verdict:
 
 
 @pytest.mark.parametrize("verify", [typical, ensemble])
-def test_biased_rules_of_the_literature_are_caught(
-    verify: Callable[[DraftBatch, Tensor, ForkingNoise], Verdict],
-) -> None:
+def test_biased_rules_of_the_literature_are_caught(verify: Callable[[DraftBatch, Tensor, ForkingNoise], Verdict]):
     assert largest_error(CHAIN, verify, lambda draft: draft) > 1e-3
 
 

@@ -80,9 +80,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_backends_decide_equally_on_chosen_trees(
-    settings: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backends_decide_equally_on_chosen_trees(settings: list[SamplingParams], monkeypatch: pytest.MonkeyPatch):
     drafts, logits = chosen(settings)
     decisions = decided(verify(drafts, lambda: logits))
     assert decisions == decided_on_device(drafts, logits)

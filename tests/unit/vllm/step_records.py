@@ -12,20 +12,11 @@ K, WIDTH = 4, 96
 
 def admission(key: str = "a", prompt: int = 5, **fields) -> CapturedRequest:
     values = {
-        "request_id": f"response-{key}",
-        "key": key,
-        "prompt_ids": Array.of(np.arange(100, 100 + prompt, dtype=np.int32)),
-        "computed": 0,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "stop_ids": [2],
-        "max_tokens": 1000,
-        "completes": False,
-        "domain": "general",
-        "weight": 1.0,
-        "states_weight": 1.0,
-    }
+        "request_id": f"response-{key}", "key": key,
+        "prompt_ids": Array.of(np.arange(100, 100 + prompt, dtype=np.int32)), "computed": 0, "temperature": 0.0,
+        "top_k": 0, "top_p": 1.0, "stop_ids": [2], "max_tokens": 1000, "completes": False, "domain": "general",
+        "weight": 1.0, "states_weight": 1.0,
+    }  # fmt: skip
     return CapturedRequest(**{**values, **fields})
 
 

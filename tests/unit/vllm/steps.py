@@ -19,24 +19,15 @@ K, WIDTH, VOCABULARY = 3, 130, 11
 def request(key: str, prompt: int = 4, computed: int = 0, **fields: Any) -> SimpleNamespace:
     """Return a new request of the scheduler, with the consent of its client unless ``extra_args`` is given."""
     parameters = {
-        "temperature": 0.7,
-        "top_k": -1,
-        "top_p": 0.9,
-        "max_tokens": 16,
-        "stop_token_ids": [7],
-        "eos_token_id": 2,
+        "temperature": 0.7, "top_k": -1, "top_p": 0.9, "max_tokens": 16, "stop_token_ids": [7], "eos_token_id": 2,
         "extra_args": {"osd_store": True, "osd_id": f"chatcmpl-{key}"},
-    }
+    }  # fmt: skip
     parameters |= {name: fields.pop(name) for name in list(fields) if name in parameters}
     made = {
-        "req_id": key,
-        "prompt_token_ids": list(range(prompt)),
-        "mm_features": [],
-        "sampling_params": SimpleNamespace(**parameters),
-        "num_computed_tokens": computed,
-        "lora_request": None,
+        "req_id": key, "prompt_token_ids": list(range(prompt)), "mm_features": [],
+        "sampling_params": SimpleNamespace(**parameters), "num_computed_tokens": computed, "lora_request": None,
         "prompt_embeds": None,
-    }
+    }  # fmt: skip
     return SimpleNamespace(**made | fields)
 
 
@@ -92,16 +83,12 @@ class Batch:
             state += row.read
         rows = [row for row in self.rows if row.key in captured]
         return {
-            "keys": [row.key for row in rows],
-            "starts": [row.start for row in rows],
-            "sampled": [len(row.new) for row in rows],
-            "accepted": [max(len(row.new) - 1, 0) for row in rows],
-            "tokens": tokens,
-            "drafted": drafted,
-            "target_ids": ids,
+            "keys": [row.key for row in rows], "starts": [row.start for row in rows],
+            "sampled": [len(row.new) for row in rows], "accepted": [max(len(row.new) - 1, 0) for row in rows],
+            "tokens": tokens, "drafted": drafted, "target_ids": ids,
             "target_logp": np.array(logp, np.float16).reshape(-1, K),
             "states": torch.stack(states).bfloat16() if states else None,
-        }
+        }  # fmt: skip
 
 
 def check(record: StepRecord, expected: dict[str, Any]) -> None:

@@ -34,36 +34,30 @@ def test_end_token_does_not_end_an_answer_with_ignore_eos():
     assert admission.stop_ids == [7]
 
 
-@pytest.mark.parametrize(
-    ("key", "extra", "expected"),
-    [
-        ("chatcmpl-x-abc", {"osd_id": "chatcmpl-x"}, "chatcmpl-x-0"),
-        ("2_chatcmpl-x-abc", {"osd_id": "chatcmpl-x", "osd_choices": 3}, "chatcmpl-x-2"),
-        ("1_cmpl-x-2-abc", {"osd_id": "cmpl-x", "osd_place": 6, "osd_choices": 3}, "cmpl-x-7"),
-        ("0_odd-abc", {"osd_id": "0_odd"}, "0_odd-0"),
-    ],
-)
+@pytest.mark.parametrize(("key", "extra", "expected"), [
+    ("chatcmpl-x-abc", {"osd_id": "chatcmpl-x"}, "chatcmpl-x-0"),
+    ("2_chatcmpl-x-abc", {"osd_id": "chatcmpl-x", "osd_choices": 3}, "chatcmpl-x-2"),
+    ("1_cmpl-x-2-abc", {"osd_id": "cmpl-x", "osd_place": 6, "osd_choices": 3}, "cmpl-x-7"),
+    ("0_odd-abc", {"osd_id": "0_odd"}, "0_odd-0"),
+])  # fmt: skip
 def test_request_id_is_a_choice_of_the_response(key, extra, expected):
     admission = admissions().admit(request(key, extra_args=ALLOWED | extra))
     assert admission.request_id == expected
     assert admission.completes == expected.startswith(("cmpl", "0_odd"))
 
 
-@pytest.mark.parametrize(
-    ("reason", "fields"),
-    [
-        ("store", {"extra_args": None}),
-        ("store", {"extra_args": {"osd_store": False}}),
-        ("store", {"extra_args": {"osd_store": 1}}),
-        ("lora", {"lora_request": object()}),
-        ("multimodal", {"mm_features": [object()]}),
-        ("embeddings", {"prompt_embeds": object()}),
-        ("embeddings", {"prompt_token_ids": None}),
-        ("pooling", {"sampling_params": None}),
-        ("domain", {"extra_args": ALLOWED | {"osd_domain": "../x"}}),
-        ("domain", {"extra_args": ALLOWED | {"osd_domain": "tenant.sql"}}),
-    ],
-)
+@pytest.mark.parametrize(("reason", "fields"), [
+    ("store", {"extra_args": None}),
+    ("store", {"extra_args": {"osd_store": False}}),
+    ("store", {"extra_args": {"osd_store": 1}}),
+    ("lora", {"lora_request": object()}),
+    ("multimodal", {"mm_features": [object()]}),
+    ("embeddings", {"prompt_embeds": object()}),
+    ("embeddings", {"prompt_token_ids": None}),
+    ("pooling", {"sampling_params": None}),
+    ("domain", {"extra_args": ALLOWED | {"osd_domain": "../x"}}),
+    ("domain", {"extra_args": ALLOWED | {"osd_domain": "tenant.sql"}}),
+])  # fmt: skip
 def test_request_is_skipped_and_counted_by_reason(reason, fields):
     made = admissions()
     assert made.admit(request("a", **fields)) is None

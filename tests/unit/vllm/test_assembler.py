@@ -28,17 +28,14 @@ def run(ring, **environment):
     return ended.returncode, ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({}, "OSD_REDIS_URL must be set, because traces are written to Redis"),
-        ({"OSD_REDIS_URL": "secret@nowhere"}, "OSD_REDIS_URL is not a Redis URL"),
-        (
-            {"OSD_CAPTURE__SEGMENT": "3", "OSD_REDIS_URL": "redis://127.0.0.1:1"},
-            "capture.segment (the environment variable OSD_CAPTURE__SEGMENT) must be at least 16, not 3",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("environment", "message"), [
+    ({}, "OSD_REDIS_URL must be set, because traces are written to Redis"),
+    ({"OSD_REDIS_URL": "secret@nowhere"}, "OSD_REDIS_URL is not a Redis URL"),
+    (
+        {"OSD_CAPTURE__SEGMENT": "3", "OSD_REDIS_URL": "redis://127.0.0.1:1"},
+        "capture.segment (the environment variable OSD_CAPTURE__SEGMENT) must be at least 16, not 3",
+    ),
+])  # fmt: skip
 def test_bad_settings_are_refused_in_one_sentence(environment, message):
     with closing(Ring.create(4096)) as ring:
         assert run(ring.name, **environment) == (BAD_SETTINGS, f"osd.vllm.assembler: {message}\n")

@@ -53,26 +53,16 @@ class Answer:
         logp = np.log(chance.dirichlet(np.ones(K + 1), size)).astype(np.float16)
         self.logp, self.tail = logp[:, :K], logp[:, K]
         self.admission = admission(
-            key,
-            prompt_ids=Array.of(text[:prompt]),
-            computed=computed,
-            temperature=0.5,
-            top_k=7,
-            top_p=0.75,
-            completes=bool(chance.integers(2)),
-            stop_ids=[1, STOP],
-            max_tokens=1000 if self.is_stopped else self.length,
+            key, prompt_ids=Array.of(text[:prompt]), computed=computed, temperature=0.5, top_k=7, top_p=0.75,
+            completes=bool(chance.integers(2)), stop_ids=[1, STOP], max_tokens=1000 if self.is_stopped else self.length,
             states_weight=states_weight,
-        )
+        )  # fmt: skip
         self.begun, self.events = False, self._events(prompt, computed)
         first = computed if states_weight else 0
         request = Request(
-            self.admission.request_id,
-            tuple(text[first:prompt].tolist()),
-            self.admission.max_tokens,
-            SamplingParams(temperature=0.5, top_k=7, top_p=0.75),
-            completes=self.admission.completes,
-        )
+            self.admission.request_id, tuple(text[first:prompt].tolist()), self.admission.max_tokens,
+            SamplingParams(temperature=0.5, top_k=7, top_p=0.75), completes=self.admission.completes,
+        )  # fmt: skip
         self.builder = TraceBuilder(request, ORIGIN.target, SEGMENT, states_weight)
         self.version, self.built, self.fed = 0, [], computed
         self.end = prompt + self.length
@@ -140,15 +130,11 @@ def record_of(rows, version, begun, ended, int8):
     """Return the record of one step; ``rows`` holds pairs of an answer and its event."""
     events = [
         (
-            answer.key,
-            event.start,
-            event.read if answer.admission.states_weight else 0,
-            event.tokens,
-            event.drafted,
+            answer.key, event.start, event.read if answer.admission.states_weight else 0, event.tokens, event.drafted,
             event.accepted,
         )
         for answer, event in rows
-    ]
+    ]  # fmt: skip
     record = step_record(events, version, begun, ended)
     ends = [event.start + event.read for _, event in rows]
     new = [slice(end - len(event.tokens) + 1, end + 1) for (_, event), end in zip(rows, ends, strict=True)]
@@ -254,17 +240,10 @@ OTHER_TOKEN_AT_A_KNOWN_POSITION = ("a", 6, 2, [7, 3], [-1, -1], 0)
 UNKNOWN_TOKENS_READ = ("a", 7, 4, [], [], 0)
 
 
-@pytest.mark.parametrize(
-    ("weight", "gap"),
-    [
-        (1.0, STEP_MISSING),
-        (1.0, TOKEN_BEFORE_MISSING),
-        (1.0, OTHER_TOKEN_AT_A_KNOWN_POSITION),
-        (1.0, UNKNOWN_TOKENS_READ),
-        (0.0, STEP_MISSING),
-        (0.0, OTHER_TOKEN_AT_A_KNOWN_POSITION),
-    ],
-)
+@pytest.mark.parametrize(("weight", "gap"), [
+    (1.0, STEP_MISSING), (1.0, TOKEN_BEFORE_MISSING), (1.0, OTHER_TOKEN_AT_A_KNOWN_POSITION),
+    (1.0, UNKNOWN_TOKENS_READ), (0.0, STEP_MISSING), (0.0, OTHER_TOKEN_AT_A_KNOWN_POSITION),
+])  # fmt: skip
 def test_gap_ends_the_request(assembly, counts, weight, gap):
     form = (lambda record: record) if weight else without_states
     begin(assembly, states_weight=weight)
@@ -300,14 +279,11 @@ def test_repeated_steps_are_skipped(assembly, counts, weight):
     trace.check()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"target_ids": Array.of(np.zeros((2, 9), np.int32)), "target_logp": Array.of(np.zeros((2, 9), np.float16))},
-        {"states": Array.of(np.zeros((2, 9), np.uint16), "bfloat16")},
-        rounded(np.zeros((2, WIDTH), np.uint16)),
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"target_ids": Array.of(np.zeros((2, 9), np.int32)), "target_logp": Array.of(np.zeros((2, 9), np.float16))},
+    {"states": Array.of(np.zeros((2, 9), np.uint16), "bfloat16")},
+    rounded(np.zeros((2, WIDTH), np.uint16)),
+])  # fmt: skip
 def test_change_of_the_arrays_ends_all_requests(assembly, counts, fields):
     begin(assembly, "a")
     begin(assembly, "b")

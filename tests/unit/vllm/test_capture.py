@@ -142,21 +142,18 @@ def test_worker_without_the_results_does_not_capture(world, monkeypatch, first, 
     assert "execute_model" not in vars(worker.model_runner)
 
 
-@pytest.mark.parametrize(
-    ("second", "fields", "reason"),
-    [
-        (False, {"asynchronous": True}, "the first model runner is captured without --async-scheduling only"),
-        (True, {"batch_sharder": 1}, "capture does not work with batch-sharded sampling: start vLLM without it"),
-        (True, {"adaptive_verification": 1}, "capture does not work with adaptive verification: start vLLM without it"),
-        (True, {"aux_output_connector": 1}, "capture does not work with the output of routed experts: start vLLM"),
-        (True, {"pcp_manager": 1}, "capture does not work with parallel prefill over contexts: start vLLM without it"),
-        (
-            False,
-            {"tapped": False},
-            "capture needs hidden states, and vLLM computes none for a drafter of the kind eagle",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("second", "fields", "reason"), [
+    (False, {"asynchronous": True}, "the first model runner is captured without --async-scheduling only"),
+    (True, {"batch_sharder": 1}, "capture does not work with batch-sharded sampling: start vLLM without it"),
+    (True, {"adaptive_verification": 1}, "capture does not work with adaptive verification: start vLLM without it"),
+    (True, {"aux_output_connector": 1}, "capture does not work with the output of routed experts: start vLLM"),
+    (True, {"pcp_manager": 1}, "capture does not work with parallel prefill over contexts: start vLLM without it"),
+    (
+        False,
+        {"tapped": False},
+        "capture needs hidden states, and vLLM computes none for a drafter of the kind eagle",
+    ),
+])  # fmt: skip
 def test_unsupported_runner_is_refused_in_one_sentence(world, monkeypatch, second, fields, reason):
     monkeypatch.setattr(GPUModelRunner, "__module__", signatures.SECOND_RUNNER if second else signatures.FIRST_RUNNER)
     worker = world.worker(GPUModelRunner(**fields))

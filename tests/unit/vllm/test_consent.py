@@ -61,33 +61,26 @@ def sent(
 
 def test_request_may_be_captured_by_default():
     assert sent({"messages": []}, parts=3) == {
-        "osd_store": True,
-        "osd_domain": "",
-        "osd_id": "chatcmpl-x",
-        "osd_place": 0,
-        "osd_choices": 1,
-    }
+        "osd_store": True, "osd_domain": "", "osd_id": "chatcmpl-x", "osd_place": 0, "osd_choices": 1,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("body", "default", "store"),
-    [
-        ({"store": False}, True, False),
-        ({"store": None}, True, True),
-        ({"store": None}, False, False),
-        ({}, False, False),
-        ({"store": True}, False, True),
-        ({"store": "yes"}, True, False),
-        ({"use_beam_search": True}, True, False),
-        ({"osd": {"domain": 5}}, True, False),
-        (b'{"store": true, "store": false}', True, False),
-        (b"", True, False),
-        (b"no json", True, False),
-        (b'{"store": true, "x": ' + b"[" * 101 + b"]" * 101 + b"}", True, False),
-        ('{"store": true}'.encode("utf-16"), True, False),
-        (b'{"store": true, "x": "' + b"a" * LARGEST + b'"}', True, False),
-    ],
-)
+@pytest.mark.parametrize(("body", "default", "store"), [
+    ({"store": False}, True, False),
+    ({"store": None}, True, True),
+    ({"store": None}, False, False),
+    ({}, False, False),
+    ({"store": True}, False, True),
+    ({"store": "yes"}, True, False),
+    ({"use_beam_search": True}, True, False),
+    ({"osd": {"domain": 5}}, True, False),
+    (b'{"store": true, "store": false}', True, False),
+    (b"", True, False),
+    (b"no json", True, False),
+    (b'{"store": true, "x": ' + b"[" * 101 + b"]" * 101 + b"}", True, False),
+    ('{"store": true}'.encode("utf-16"), True, False),
+    (b'{"store": true, "x": "' + b"a" * LARGEST + b'"}', True, False),
+])  # fmt: skip
 def test_store_of_the_body_decides(body, default, store):
     fields = sent(body, default=default, parts=2)
     assert fields["osd_store"] is store
@@ -104,16 +97,13 @@ def test_fields_of_a_client_cannot_forge_consent():
     assert sent({"store": True}, extra=forged)["osd_id"] == "chatcmpl-x"
 
 
-@pytest.mark.parametrize(
-    ("path", "request_id", "expected"),
-    [
-        ("/v1/completions", "cmpl-x-1-2", ("cmpl-x-1", 6)),
-        ("/gateway/v1/completions", "cmpl-x-0", ("cmpl-x", 0)),
-        ("/v1/responses", "resp_x_1", ("resp_x", 3)),
-        ("/v1/chat/completions", "chatcmpl-x-1", ("chatcmpl-x-1", 0)),
-        ("/v1/messages", "chatcmpl-x_1", ("chatcmpl-x_1", 0)),
-    ],
-)
+@pytest.mark.parametrize(("path", "request_id", "expected"), [
+    ("/v1/completions", "cmpl-x-1-2", ("cmpl-x-1", 6)),
+    ("/gateway/v1/completions", "cmpl-x-0", ("cmpl-x", 0)),
+    ("/v1/responses", "resp_x_1", ("resp_x", 3)),
+    ("/v1/chat/completions", "chatcmpl-x-1", ("chatcmpl-x-1", 0)),
+    ("/v1/messages", "chatcmpl-x_1", ("chatcmpl-x_1", 0)),
+])  # fmt: skip
 def test_id_of_the_response_follows_from_the_path(path, request_id, expected):
     fields = sent({}, path, request_id=request_id, n=3)
     assert (fields["osd_id"], fields["osd_place"]) == expected

@@ -129,17 +129,14 @@ def test_counts_of_the_workers_become_metrics(export):
     assert sample("osd_capturing") == 0, "capture switched itself off"
 
 
-@pytest.mark.parametrize(
-    ("answers", "reason"),
-    [
-        (["the model is unknown", None], "the model is unknown"),
-        ([None, None], "no worker has the results of the model"),
-        (
-            [],
-            "the workers need --worker-extension-cls osd.vllm.worker.Osd (no osd_capture_start)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("answers", "reason"), [
+    (["the model is unknown", None], "the model is unknown"),
+    ([None, None], "no worker has the results of the model"),
+    (
+        [],
+        "the workers need --worker-extension-cls osd.vllm.worker.Osd (no osd_capture_start)",
+    ),
+])  # fmt: skip
 def test_server_runs_without_capture_if_no_worker_starts(export, caplog, answers, reason):
     engine = Engine(export, answers)
     assert serve(engine, lambda: "this server is not reported for now" in caplog.text) == [], "no Redis at this address"
@@ -164,14 +161,11 @@ def test_capture_is_off_by_default(export, monkeypatch):
     assert "osd_capture_start" not in engine.calls
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("OSD_VLLM_CAPTURE", "yes", "OSD_VLLM_CAPTURE must be 0 or 1, not 'yes'"),
-        ("OSD_REDIS_URL", "", "OSD_REDIS_URL must name the Redis of osd learn --capture"),
-        ("OSD_VLLM_CAPTUER", "1", "OSD_VLLM_CAPTUER is not a setting of osd.vllm; its settings are OSD_VLLM_MEGABYTES"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("OSD_VLLM_CAPTURE", "yes", "OSD_VLLM_CAPTURE must be 0 or 1, not 'yes'"),
+    ("OSD_REDIS_URL", "", "OSD_REDIS_URL must name the Redis of osd learn --capture"),
+    ("OSD_VLLM_CAPTUER", "1", "OSD_VLLM_CAPTUER is not a setting of osd.vllm; its settings are OSD_VLLM_MEGABYTES"),
+])  # fmt: skip
 def test_server_runs_without_capture_after_a_wrong_setting(export, monkeypatch, caplog, name, value, message):
     monkeypatch.setenv(name, value)
     engine = Engine(export)

@@ -45,24 +45,13 @@ def _module(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "fake_vllm", module)
 
 
-@pytest.mark.parametrize(
-    ("part", "names", "is_there"),
-    [
-        ("State", ("logits",), True),
-        ("State", ("logit",), False),
-        ("Batch", ("keys",), True),
-        ("Batch", ("ids",), False),
-        ("Parameters", ("top_k",), True),
-        ("Parameters.end", (), True),
-        ("Parameters.stop", (), False),
-        ("Runner", ("pending",), True),
-        ("Runner", ("waiting",), False),
-        ("Runner.sample", ("self", "hidden", "batch"), True),
-        ("Runner.sample", ("self", "batch", "hidden"), False),
-        ("Runner.execute", ("self",), False),
-        ("Nothing", (), False),
-    ],
-)
+@pytest.mark.parametrize(("part", "names", "is_there"), [
+    ("State", ("logits",), True), ("State", ("logit",), False), ("Batch", ("keys",), True),
+    ("Batch", ("ids",), False), ("Parameters", ("top_k",), True), ("Parameters.end", (), True),
+    ("Parameters.stop", (), False), ("Runner", ("pending",), True), ("Runner", ("waiting",), False),
+    ("Runner.sample", ("self", "hidden", "batch"), True), ("Runner.sample", ("self", "batch", "hidden"), False),
+    ("Runner.execute", ("self",), False), ("Nothing", (), False),
+])  # fmt: skip
 def test_changed_part_is_named(part, names, is_there):
     place = f"fake_vllm:{part}"
     assert missing({place: names}) == (None if is_there else place)

@@ -61,33 +61,30 @@ def test_bytes_that_are_not_a_record_are_refused():
             decode(damaged)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"starts": int32(0, 9)}, "starts"),
-        ({"starts": None}, "starts is absent"),
-        ({"starts": int32(0, -9, 4)}, "starts"),
-        ({"sampled": int32(1, 3, 1)}, "tokens"),
-        ({"sampled": int32(1, 4, -1)}, "sampled"),
-        ({"accepted": int32(0, 4, 0)}, "accepted"),
-        ({"state_rows": int32(5, 2, 6)}, "state_rows"),
-        ({"state_rows": int32(5, 3, 7)}, "states"),
-        ({"states": None}, "state_rows"),
-        ({"states": Array.of(np.ones((14, 96), np.float32))}, "states"),
-        ({"states": Array.of(np.ones((14, 96), np.int8))}, "states_scale"),
-        (int8_states(groups=1), "states_scale"),
-        ({"tokens": Array.of(np.zeros(4, np.int64))}, "tokens"),
-        ({"target_logp": Array.of(np.zeros((4, 3), np.float16))}, "target_logp"),
-        ({"target_tail": Array.of(np.zeros(3, np.float16))}, "target_tail"),
-        ({"target_tail": Array.of(np.zeros(4, "<M8[s]"))}, "not allowed"),
-        ({"target_tail": Array("nonsense", (4,), b"")}, "nonsense"),
-        ({"begun": [admission(computed=5)]}, "computed"),
-        ({"begun": [admission(prompt_ids=Array.of(np.zeros(5, np.int64)))]}, "prompt_ids"),
-        ({"begun": [admission(prompt_ids=Array("int32", (5,), b""))]}, "prompt_ids"),
-        ({"begun": [admission(weight=0.5)]}, "weight"),
-        ({"begun": [admission(states_weight=float("nan"))]}, "states_weight"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"starts": int32(0, 9)}, "starts"),
+    ({"starts": None}, "starts is absent"),
+    ({"starts": int32(0, -9, 4)}, "starts"),
+    ({"sampled": int32(1, 3, 1)}, "tokens"),
+    ({"sampled": int32(1, 4, -1)}, "sampled"),
+    ({"accepted": int32(0, 4, 0)}, "accepted"),
+    ({"state_rows": int32(5, 2, 6)}, "state_rows"),
+    ({"state_rows": int32(5, 3, 7)}, "states"),
+    ({"states": None}, "state_rows"),
+    ({"states": Array.of(np.ones((14, 96), np.float32))}, "states"),
+    ({"states": Array.of(np.ones((14, 96), np.int8))}, "states_scale"),
+    (int8_states(groups=1), "states_scale"),
+    ({"tokens": Array.of(np.zeros(4, np.int64))}, "tokens"),
+    ({"target_logp": Array.of(np.zeros((4, 3), np.float16))}, "target_logp"),
+    ({"target_tail": Array.of(np.zeros(3, np.float16))}, "target_tail"),
+    ({"target_tail": Array.of(np.zeros(4, "<M8[s]"))}, "not allowed"),
+    ({"target_tail": Array("nonsense", (4,), b"")}, "nonsense"),
+    ({"begun": [admission(computed=5)]}, "computed"),
+    ({"begun": [admission(prompt_ids=Array.of(np.zeros(5, np.int64)))]}, "prompt_ids"),
+    ({"begun": [admission(prompt_ids=Array("int32", (5,), b""))]}, "prompt_ids"),
+    ({"begun": [admission(weight=0.5)]}, "weight"),
+    ({"begun": [admission(states_weight=float("nan"))]}, "states_weight"),
+])  # fmt: skip
 def test_arrays_that_do_not_fit_are_refused(fields, message):
     damaged = msgspec.structs.replace(record(), **fields)
     with pytest.raises(StepError, match=message):

@@ -103,14 +103,11 @@ def test_scaling_command_measures_each_point_once(experiment, tmp_path):
     assert read(tmp_path / "points.jsonl") == written
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layers", 5], "--layers must be at most the target's 4, not 5"),
-        (["--set", "engine.context=136"], "engine.context must be at least 137"),
-        (["--points", "nowhere/points.jsonl"], "--points: cannot write nowhere/points.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--layers", 5], "--layers must be at most the target's 4, not 5"),
+    (["--set", "engine.context=136"], "engine.context must be at least 137"),
+    (["--points", "nowhere/points.jsonl"], "--points: cannot write nowhere/points.jsonl"),
+])  # fmt: skip
 def test_scaling_command_refuses_invalid_options(experiment, tmp_path, arguments, message):
     result = scaling(experiment, tmp_path, *arguments)
     assert result.exit_code == 2

@@ -16,17 +16,11 @@ CLIENTS = {
 
 def sample(seconds, requests=0.0, tokens=0.0, busy=0.0, drafted=0.0, accepted=0.0, training=0.0, cpu=0.0, version=1):
     counters = {
-        "osd_requests": requests,
-        "osd_completion_tokens": tokens,
-        "osd_busy_seconds": busy,
-        "vllm:spec_decode_num_draft_tokens": drafted,
-        "vllm:spec_decode_num_accepted_tokens": accepted,
-        "osd_training_cpu_seconds": training,
-        "osd_swaps": version - 1.0,
-        "osd_traces_bytes": 1000 * requests,
-        "osd_prompt_tokens": 60 * requests,
-        "vllm:prefix_cache_hits": 20 * requests,
-    }
+        "osd_requests": requests, "osd_completion_tokens": tokens, "osd_busy_seconds": busy,
+        "vllm:spec_decode_num_draft_tokens": drafted, "vllm:spec_decode_num_accepted_tokens": accepted,
+        "osd_training_cpu_seconds": training, "osd_swaps": version - 1.0, "osd_traces_bytes": 1000 * requests,
+        "osd_prompt_tokens": 60 * requests, "vllm:prefix_cache_hits": 20 * requests,
+    }  # fmt: skip
     return ServiceSample(seconds, counters, {"general": version, "code": 9}, cpu)
 
 

@@ -71,19 +71,15 @@ def test_snapshot_is_a_private_safetensors_file_with_metadata(snapshots, memory,
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(
-    ("entries", "target", "reason"),
-    [
-        (
-            1024,
-            replace(TARGET, weights="c" * 64),
-            "of another target: somewhere/target (aaaaaaaa) instead of somewhere/tar",
-        ),
-        (1024, replace(TARGET, tokenizer="c" * 64), "of another tokenizer than somewhere/target has"),
-        (2048, TARGET, "it has 1024 entries, but the table has 2048 (drafter.recall.megabytes)"),
-    ],
-    ids=["target", "tokenizer", "size"],
-)
+@pytest.mark.parametrize(("entries", "target", "reason"), [
+    (
+        1024,
+        replace(TARGET, weights="c" * 64),
+        "of another target: somewhere/target (aaaaaaaa) instead of somewhere/tar",
+    ),
+    (1024, replace(TARGET, tokenizer="c" * 64), "of another tokenizer than somewhere/target has"),
+    (2048, TARGET, "it has 1024 entries, but the table has 2048 (drafter.recall.megabytes)"),
+], ids=["target", "tokenizer", "size"])  # fmt: skip
 def test_restore_refuses_another_target_or_size(snapshots, memory, entries, target, reason):
     snapshots.write("general", memory, TARGET)
     other = backend().memory(entries)
@@ -111,16 +107,13 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(len(written).to_bytes(8, "little") + written + body)
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("format", "it has format 7 and this build reads format 2: the next snapshot replaces it"),
-        ("contents", "its contents do not match their hash"),
-        ("header", "it is damaged: 'created'"),
-        ("entries", "its contents are not those of 1000000000000000 entries"),
-        ("end", "it is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("how", "reason"), [
+    ("format", "it has format 7 and this build reads format 2: the next snapshot replaces it"),
+    ("contents", "its contents do not match their hash"),
+    ("header", "it is damaged: 'created'"),
+    ("entries", "its contents are not those of 1000000000000000 entries"),
+    ("end", "it is damaged"),
+])  # fmt: skip
 def test_damaged_snapshot_is_refused_and_purged(snapshots, memory, tmp_path, how, reason):
     snapshots.write("general", memory, TARGET)
     path = tmp_path / "general" / "recall.safetensors"

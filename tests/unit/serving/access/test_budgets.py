@@ -79,13 +79,10 @@ def test_limited_key_gets_rate_limit_headers_in_every_response(limited):
     assert not [name for name in chat(service, "sk-free-1").headers if name.startswith("x-ratelimit")]
 
 
-@pytest.mark.parametrize(
-    ("limit", "code", "span", "wait"),
-    [
-        ("tokens_per_minute", "rate_limit_exceeded", "a minute", 60),
-        ("tokens_per_day", "insufficient_quota", "a day", 57_600),
-    ],
-)
+@pytest.mark.parametrize(("limit", "code", "span", "wait"), [
+    ("tokens_per_minute", "rate_limit_exceeded", "a minute", 60),
+    ("tokens_per_day", "insufficient_quota", "a day", 57_600),
+])  # fmt: skip
 def test_prompt_and_completion_tokens_are_charged(limited, limit, code, span, wait):
     service = limited(**{limit: PROMPT + COMPLETION + 1})
     first = chat(service)

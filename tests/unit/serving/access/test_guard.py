@@ -54,18 +54,11 @@ def chat(service, secret, **body):
     return with_key(service, secret).post("/v1/chat/completions", json={**CHAT, **body})
 
 
-@pytest.mark.parametrize(
-    ("path", "allowed"),
-    [
-        ("/v1/models", {"writer", "acme"}),
-        ("/metrics", {"watcher", "ops"}),
-        ("/dashboard/data", {"watcher", "ops"}),
-        ("/dashboard/versions", {"watcher", "ops"}),
-        ("/dashboard", {"watcher", "ops"}),
-        ("/health", {"writer", "watcher", "ops", "acme"}),
-        ("/admin/nothing", {"ops"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "allowed"), [
+    ("/v1/models", {"writer", "acme"}), ("/metrics", {"watcher", "ops"}), ("/dashboard/data", {"watcher", "ops"}),
+    ("/dashboard/versions", {"watcher", "ops"}), ("/dashboard", {"watcher", "ops"}),
+    ("/health", {"writer", "watcher", "ops", "acme"}), ("/admin/nothing", {"ops"}),
+])  # fmt: skip
 def test_key_opens_only_the_paths_of_its_rights(service, path, allowed):
     for name in ("writer", "watcher", "ops", "acme"):
         response = with_key(service, KEYS[name]["key"]).get(path)

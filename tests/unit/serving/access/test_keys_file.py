@@ -46,12 +46,8 @@ def test_load_reads_rights_limits_tenant_priority_and_expiry(write):
 """)
     )
     assert (plain.name, plain.tenant, plain.may, plain.limits, plain.expires) == (
-        "plain",
-        "",
-        {"generate"},
-        Limits(),
-        None,
-    )
+        "plain", "", {"generate"}, Limits(), None,
+    )  # fmt: skip
     assert (full.name, full.tenant, full.may, full.limits) == (
         "full",
         "acme",
@@ -85,37 +81,34 @@ def test_administer_right_includes_watch(write):
     assert [key.allows(right) for right in ("generate", "watch", "administer")] == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "it must be a list of keys"),
-        ("keys: []", "it must be a list of keys"),
-        ("[]", "it has no key"),
-        ("- [", "is not YAML, see line 1"),
-        ("- {key: sk-hush-hush}", "keys[0].name is required"),
-        ("- {name: a}", "keys[0] needs key or key_sha256"),
-        (f"{ENTRY}\n- {{name: b b, key: sk-hush-too}}", "keys[1].name must match"),
-        (f"{ENTRY}\n- {{name: a, key: sk-hush-too}}", "keys[1].name is the name of keys[0] too; to give"),
-        (f"{ENTRY}\n- {{name: b, key: [sk-hush-too, {SECRET}]}}", "keys[1] has a secret of keys[0]"),
-        ("- {name: a, key: 12345678}", "keys[0].key[0] must be text, in quotes where it looks like a number"),
-        ("- {name: a, key: sk-hush}", "keys[0].key[0] must have 8 to 512 characters"),
-        (
-            "- {name: a, key: [sk-hush-1, sk-hush-2, sk-hush-3, sk-hush-4, sk-hush-5]}",
-            "keys[0].key must have at most 4",
-        ),
-        ("- {name: a, key_sha256: 1f}", "keys[0].key_sha256[0] must match"),
-        (f"- {{name: a, key: {SECRET}, tenant: A.b}}", "keys[0].tenant must match"),
-        (f"- {{name: a, key: {SECRET}, may: []}}", "keys[0].may must have at least 1 entry"),
-        (f"- {{name: a, key: {SECRET}, may: [rule]}}", "keys[0].may[0] must be 'generate', 'watch' or 'administer'"),
-        (f"- {{name: a, key: {SECRET}, requests_per_minute: 0}}", "keys[0].requests_per_minute must be at least 1"),
-        (f"- {{name: a, key: {SECRET}, tokens_per_minute: 0}}", "keys[0].tokens_per_minute must be at least 1"),
-        (f"- {{name: a, key: {SECRET}, tokens_per_day: 0}}", "keys[0].tokens_per_day must be at least 1"),
-        (f"- {{name: a, key: {SECRET}, priority: -1001}}", "keys[0].priority must be at least -1000"),
-        (f"- {{name: a, key: {SECRET}, priority: 1001}}", "keys[0].priority must be at most 1000"),
-        (f"- {{name: a, key: {SECRET}, expires: 2030-01-31T00:00:00}}", "keys[0].expires needs a time zone, as in 20"),
-        (f"- {{name: a, key: {SECRET}, tokens: 1}}", "keys[0].tokens is not known; a key has name, key, key_sha256"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "it must be a list of keys"),
+    ("keys: []", "it must be a list of keys"),
+    ("[]", "it has no key"),
+    ("- [", "is not YAML, see line 1"),
+    ("- {key: sk-hush-hush}", "keys[0].name is required"),
+    ("- {name: a}", "keys[0] needs key or key_sha256"),
+    (f"{ENTRY}\n- {{name: b b, key: sk-hush-too}}", "keys[1].name must match"),
+    (f"{ENTRY}\n- {{name: a, key: sk-hush-too}}", "keys[1].name is the name of keys[0] too; to give"),
+    (f"{ENTRY}\n- {{name: b, key: [sk-hush-too, {SECRET}]}}", "keys[1] has a secret of keys[0]"),
+    ("- {name: a, key: 12345678}", "keys[0].key[0] must be text, in quotes where it looks like a number"),
+    ("- {name: a, key: sk-hush}", "keys[0].key[0] must have 8 to 512 characters"),
+    (
+        "- {name: a, key: [sk-hush-1, sk-hush-2, sk-hush-3, sk-hush-4, sk-hush-5]}",
+        "keys[0].key must have at most 4",
+    ),
+    ("- {name: a, key_sha256: 1f}", "keys[0].key_sha256[0] must match"),
+    (f"- {{name: a, key: {SECRET}, tenant: A.b}}", "keys[0].tenant must match"),
+    (f"- {{name: a, key: {SECRET}, may: []}}", "keys[0].may must have at least 1 entry"),
+    (f"- {{name: a, key: {SECRET}, may: [rule]}}", "keys[0].may[0] must be 'generate', 'watch' or 'administer'"),
+    (f"- {{name: a, key: {SECRET}, requests_per_minute: 0}}", "keys[0].requests_per_minute must be at least 1"),
+    (f"- {{name: a, key: {SECRET}, tokens_per_minute: 0}}", "keys[0].tokens_per_minute must be at least 1"),
+    (f"- {{name: a, key: {SECRET}, tokens_per_day: 0}}", "keys[0].tokens_per_day must be at least 1"),
+    (f"- {{name: a, key: {SECRET}, priority: -1001}}", "keys[0].priority must be at least -1000"),
+    (f"- {{name: a, key: {SECRET}, priority: 1001}}", "keys[0].priority must be at most 1000"),
+    (f"- {{name: a, key: {SECRET}, expires: 2030-01-31T00:00:00}}", "keys[0].expires needs a time zone, as in 20"),
+    (f"- {{name: a, key: {SECRET}, tokens: 1}}", "keys[0].tokens is not known; a key has name, key, key_sha256"),
+])  # fmt: skip
 def test_load_error_names_the_field_and_hides_secrets(write, text, reason):
     with pytest.raises(ConfigError) as caught:
         load(write(text))

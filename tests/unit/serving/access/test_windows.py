@@ -25,17 +25,10 @@ def after(seconds, counted, size=60):
     return now, max(0.0, now_left - seconds), 0, 0.0
 
 
-@pytest.mark.parametrize(
-    ("counted", "used"),
-    [
-        ((0, 0.0, 0, 0.0), 0.0),
-        ((0, 0.0, 30, 120.0), 30.0),
-        ((40, 30.0, 5, 90.0), 25.0),
-        ((400, 30.0, 5, 90.0), 205.0),
-        ((0, 0.0, 300, 100.0), 300.0),
-        ((100, 60.0, 100, 120.0), 200.0),
-    ],
-)
+@pytest.mark.parametrize(("counted", "used"), [
+    ((0, 0.0, 0, 0.0), 0.0), ((0, 0.0, 30, 120.0), 30.0), ((40, 30.0, 5, 90.0), 25.0),
+    ((400, 30.0, 5, 90.0), 205.0), ((0, 0.0, 300, 100.0), 300.0), ((100, 60.0, 100, 120.0), 200.0),
+])  # fmt: skip
 def test_window_has_room_exactly_after_its_wait(counted, used):
     window = Window.of(100, 60, counted)
     assert window.used == pytest.approx(used)
