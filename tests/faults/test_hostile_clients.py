@@ -27,15 +27,13 @@ import httpx2
 import psutil
 import pytest
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from osd.capture.reader import TraceReader
 from osd.capture.server import RedisServer
 from osd.capture.streams import group_of
 from osd.config import CaptureSettings
 from tests.command import family
-from tests.e2e.generated import broken, whole
+from tests.e2e.generated import for_each_request
 from tests.faults import hostile_clients
 from tests.up import SLOTS, Up, starting
 from tests.waiting import HANG_SECONDS, background, wait_until
@@ -165,16 +163,7 @@ def listening_ports(up: Up) -> list[int]:
 def write_generated_requests(file: Path) -> None:
     """Write the generated requests that hostile clients send."""
     generated = []
-
-    @settings(
-        max_examples=GENERATED_REQUESTS, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(sent=st.one_of([whole()] * 4 + [broken()]))
-    def collect(sent):
-        generated.append((sent.data.decode("latin-1"), sent.end))
-
-    collect()
+    for_each_request(GENERATED_REQUESTS, lambda sent: generated.append((sent.data.decode("latin-1"), sent.end)))
     file.write_text(json.dumps(generated))
 
 
