@@ -83,6 +83,13 @@ class TrainingObjective(Protocol):
         """Return the part of the ``draft_ids`` [vocabulary] that the loss needs, None for all of them."""
         ...
 
+    def block_starts(self, batch: Batch, most: int) -> Tensor:
+        """Return the sorted places [B, W] of the tokens before at most ``most`` blocks to learn.
+
+        A sequence with fewer than W blocks repeats its last place, after which no block exists.
+        """
+        ...
+
     def loss(
         self,
         batch: Batch,

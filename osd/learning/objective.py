@@ -18,6 +18,7 @@ from osd.capture.trace import REJECTED
 from osd.config import TrainerSettings
 from osd.drafting.trainable import Batch, Loss, SampledVocabulary
 from osd.learning.batch import DistillBatch
+from osd.learning.block_starts import block_starts
 from osd.learning.divergences import DIVERGENCES, Divergence, draft_index, jensen_shannon, overlap, places
 from osd.learning.targets import OnPolicySamples
 
@@ -82,6 +83,10 @@ class DistillationObjective:
         target_ids = [batch.target_ids] if samples is None else [batch.target_ids, samples.target_ids]
         named = places(torch.cat([ids.flatten() for ids in target_ids]), draft_index(draft_ids))
         return sampled(named, len(draft_ids), self.settings.negatives, self.step)
+
+    def block_starts(self, batch: Batch, most: int) -> Tensor:
+        """Return the places [B, W] of the tokens before the blocks to learn; see ``osd.learning.block_starts``."""
+        return block_starts(cast(DistillBatch, batch), most, self.step)
 
     def loss(
         self,
