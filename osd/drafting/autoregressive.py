@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -49,15 +48,16 @@ class AutoregressiveSession(Session, ABC):
     """Session that expands nodes for a growth policy, or makes whole drafts in one call if it can.
 
     ``LINEAR`` and ``VECTORS`` name the tensors of a version that the session uses, or the modules whose weights they
-    are. Each of ``LINEAR`` becomes a layer in ``linear``; all dimensions of its tensor but the last are outputs. Each
-    of ``VECTORS`` becomes a float32 tensor in ``vector``, which also holds the ``draft_ids`` of a draft vocabulary.
+    are; a subclass sets them before ``__init__`` if they depend on its shape. Each of ``LINEAR`` becomes a layer in
+    ``linear``; all dimensions of its tensor but the last are outputs. Each of ``VECTORS`` becomes a float32 tensor in
+    ``vector``, which also holds the ``draft_ids`` of a draft vocabulary.
 
     ``load`` swaps both. Packed layers of our kernels and the vectors are replaced by the staged tensors without a copy.
     Plain layers may be recorded in CUDA graphs, so the staged tensors are copied to their constant addresses.
     """
 
-    LINEAR: ClassVar[tuple[str, ...]] = ()
-    VECTORS: ClassVar[tuple[str, ...]] = ()
+    LINEAR: tuple[str, ...] = ()
+    VECTORS: tuple[str, ...] = ()
 
     source: str
     """Name of the nodes in traces and counts."""

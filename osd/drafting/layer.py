@@ -1,4 +1,4 @@
-"""Base classes of drafters with one attention layer and of their sessions."""
+"""Base classes of drafters with attention layers and of their sessions."""
 
 from __future__ import annotations
 
@@ -84,16 +84,21 @@ def windows(rows: Tensor, first: Tensor, last: Tensor, bounds: tuple[int, int], 
 
 
 class LayerSession(AutoregressiveSession, ABC):
-    """Session of a drafter with one attention layer, whose keys and values are in slots."""
+    """Session of a drafter with ``layers`` attention layers, by default one, whose keys and values are in slots."""
 
     def __init__(
-        self, shape: LayerShape, weights: dict[str, Tensor], runtime: Runtime, target_head: Tensor | None = None
+        self,
+        shape: LayerShape,
+        weights: dict[str, Tensor],
+        runtime: Runtime,
+        target_head: Tensor | None = None,
+        layers: int = 1,
     ) -> None:
         super().__init__(weights, runtime, target_head)
         places = runtime.context + runtime.scratch
         places = padded_places(places) if self.bucketed else places
         sizes = runtime.slots, shape.kv_heads, places, shape.head_dim
-        self.cache = KVCache(1, *sizes, torch.float32, self.device)
+        self.cache = KVCache(layers, *sizes, torch.float32, self.device)
         self._dim, self._eps = shape.head_dim, shape.eps
         cos, sin = shape.rotation(torch.arange(places, device=self.device))
         self.cos, self.sin = cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous()  # [places, head_dim]

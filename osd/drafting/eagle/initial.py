@@ -70,12 +70,18 @@ LAST_LAYER = {
 @torch.no_grad()
 def size_of_hidden(target: nn.Module, tap: int) -> float:
     """Return the median root mean square of the output of layer ``tap`` for frequent tokens; runs ``target`` once."""
+    with tapped(target, (tap,)) as outputs:
+        run_on_frequent_tokens(target)
+    return float(outputs[tap].pow(2).mean(-1).sqrt().median())
+
+
+@torch.no_grad()
+def run_on_frequent_tokens(target: nn.Module) -> None:
+    """Run ``target`` once on frequent tokens, for hooks that measure its states."""
     model: Any = target
     vocabulary: int = text_config(model).vocab_size
     ids = torch.arange(min(64, vocabulary // 2), min(192, vocabulary))[None]  # the first ids are often special ones
     restore = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    with tapped(model, (tap,)) as outputs:
-        model(input_ids=ids, use_cache=False)
+    model(input_ids=ids, use_cache=False)
     model.set_attn_implementation(restore)
-    return float(outputs[tap].pow(2).mean(-1).sqrt().median())
