@@ -45,6 +45,21 @@ class _Drafter(Section):
 Vocabulary = Annotated[int, Field(ge=16, description="size of the draft vocabulary: the most frequent target ids")]
 
 
+class DSparkSettings(_Drafter):
+    """DSpark: one or two layers that draft a block of tokens in one call, and a bias by the token before each."""
+
+    kind: Literal["dspark"] = "dspark"
+    block: int = Field(default=4, ge=1, le=8, description="tokens per call, and so the longest path of a draft")
+    layers: int = Field(default=2, ge=1, le=2, description="layers of the drafter")
+    rank: int = Field(default=64, ge=1, le=512, description="rank of the bias by the token before")
+    vocabulary: Vocabulary = 8192
+
+    @property
+    def depth_limit(self) -> tuple[str, int]:
+        """Setting that limits the path length, and the limit: the tokens of a block."""
+        return "block", self.block
+
+
 class EagleSettings(_Drafter):
     """EAGLE-3: one transformer layer on hidden states of the target."""
 
@@ -169,7 +184,8 @@ class TokenSelectSettings(_Drafter, SelectionSettings):
 
 
 _Trained = (
-    EagleSettings
+    DSparkSettings
+    | EagleSettings
     | EarlyExitSettings
     | FalconSettings
     | KangarooSettings

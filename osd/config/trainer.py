@@ -63,8 +63,8 @@ class TrainerSettings(Section):
     negatives: int = Field(
         default=512,
         ge=0,
-        description="negative samples from the draft vocabulary of eagle, kangaroo and medusa per micro-step, in "
-        "addition to the target's tokens; 0: the whole vocabulary",
+        description="negative samples from the draft vocabulary of dspark, eagle, kangaroo and medusa per micro-step, "
+        "in addition to the target's tokens; 0: the whole vocabulary",
     )
     micro_batch_tokens: int = Field(default=256, ge=32, description="tokens per micro-step")
     update_tokens: int = Field(

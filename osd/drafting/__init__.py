@@ -8,6 +8,7 @@ from typing import Any
 from osd.config import DrafterSettings, GrowthSettings, Settings
 from osd.drafting.acceptance_head import has_head, without_head
 from osd.drafting.base import Drafter, DrafterError
+from osd.drafting.dspark.drafter import DSpark
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.early_exit import EarlyExit
 from osd.drafting.falcon.drafter import Falcon
@@ -21,10 +22,8 @@ from osd.drafting.recall.drafter import Recall
 from osd.drafting.token_select import TokenSelect
 from osd.drafting.trainable import Trainable
 
-DRAFTERS: dict[str, type[Drafter]] = {
-    drafter.kind: drafter
-    for drafter in (Eagle, EarlyExit, Falcon, Kangaroo, LanguageModel, Medusa, PromptTokens, Recall, TokenSelect)
-}
+_TRAINED = (DSpark, Eagle, EarlyExit, Falcon, Kangaroo, LanguageModel, Medusa, PromptTokens)
+DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (*_TRAINED, Recall, TokenSelect)}
 
 __all__ = [
     "DRAFTERS",

@@ -24,6 +24,9 @@ _MOST = 1 << 20
 _WIDEST = 1 << 17
 """Most numbers of all heads of an attention."""
 
+_MOST_LAYERS, _MOST_RANK = 8, 1024
+"""Most layers of a drafter of several layers, and the highest rank of its bias."""
+
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported rotary embeddings: the angles of a position depend on nothing else."""
@@ -143,6 +146,27 @@ class LayerShape:
 
 
 _TapNorm = Literal["each", "joint", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkShape(LayerShape):
+    """Shape of a DSpark drafter with blocks of ``block`` tokens, ``layers`` layers and a Markov head of ``rank``.
+
+    The embedding of the target id ``mask`` stands for the tokens that are not drafted yet.
+    """
+
+    block: int
+    layers: int
+    rank: int
+    intermediate: int
+    taps: tuple[int, ...]
+    mask: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(MOST_OF_A_CALL, block=self.block)
+        check_sizes(_MOST_LAYERS, layers=self.layers)
+        check_sizes(_MOST_RANK, rank=self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,8 +122,8 @@ def test_values_are_parsed_from_text():
         (
             "drafter.trained.kind=none",
             [
-                "drafter.trained.kind (--set) must be 'eagle', 'early_exit', 'falcon', 'kangaroo', 'language_model', "
-                "'medusa' or 'prompt_tokens', ",
+                "drafter.trained.kind (--set) must be 'dspark', 'eagle', 'early_exit', 'falcon', 'kangaroo', "
+                "'language_model', 'medusa' or 'prompt_tokens', ",
                 "not none",
             ],
         ),

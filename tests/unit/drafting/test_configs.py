@@ -17,7 +17,7 @@ from osd.target.model import load_part
 from tests.tiny import make_tiny
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{kind: {"vocabulary": 64} for kind in ("eagle", "early_exit", "falcon", "medusa")},
+    **{kind: {"vocabulary": 64} for kind in ("dspark", "eagle", "early_exit", "falcon", "medusa")},
     "kangaroo": {"vocabulary": 64, "exit_layer": 1},
     "language_model": {"layers": 2, "prompt_tokens": 2},
     **{kind: {} for kind in ("prompt_tokens", "recall", "token_select")},
@@ -81,11 +81,14 @@ def test_config_with_an_invalid_model_size_is_refused(
 
 
 ERRORS: list[tuple[str, dict[str, Any], str]] = [
+    ("dspark", {"block": 65}, "block is 65, but must be at most 64"),
+    ("dspark", {"layers": 9}, "layers is 9, but must be at most 8"),
+    ("dspark", {"mask": 257}, "is for another target: its mask is 257, not 258"),
     ("eagle", {"kv_heads": 3}, "heads is 4, but must be a multiple of kv_heads, which is 3"),
     ("eagle", {"taps": [0, 2, 9]}, r"taps is \[0, 2, 9\], but must name layers of the target, from 0 to 3"),
     ("eagle", {"tap_norm": "some"}, "tap_norm is 'some', but must be one of each, joint, none"),
     ("eagle", {"heads": 1 << 18}, r"heads times head_dim is 4194304, but must be at most 131072"),
-    ("eagle", {"kind": "oracle"}, "'oracle' is not one of eagle, early_exit, falcon, kangaroo, language_model, "),
+    ("eagle", {"kind": "oracle"}, "'oracle' is not one of dspark, eagle, early_exit, falcon, kangaroo, "),
     ("eagle", {"target_vocabulary": 260}, r"the target's embedding is \[259, 64\], the drafter is for another target"),
     ("eagle", {"heads": "4"}, "heads is '4', but must be a whole number of at least 1"),
     ("eagle", {"head_dim": 15}, "head_dim is 15, but must be even"),
@@ -129,7 +132,12 @@ def test_config_of_another_target_is_refused(configs: dict[str, dict[str, Any]],
 
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
-    [("kangaroo", "exit_layer", 3), ("falcon", "block", 3), ("language_model", "prompt_tokens", 3)],
+    [
+        ("dspark", "rank", 9),
+        ("kangaroo", "exit_layer", 3),
+        ("falcon", "block", 3),
+        ("language_model", "prompt_tokens", 3),
+    ],
 )
 def test_settings_name_a_kind_with_and_without_recall(kind: str, name: str, value: int) -> None:
     alone = load_settings(None, [f"drafter.kind={kind}", f"drafter.{name}={value}"], {}).drafter
@@ -141,6 +149,8 @@ def test_settings_name_a_kind_with_and_without_recall(kind: str, name: str, valu
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["kind=dspark", "layers=3"], r"drafter\.layers \(--set\) must be at most 2, not 3"),
+        (["kind=dspark", "block=9"], r"drafter\.block \(--set\) must be at most 8, not 9"),
         (["kind=kangaroo", "exit_layer=0"], r"drafter\.exit_layer \(--set\) must be at least 1, not 0"),
         (["kind=kangaroo", "layers=2"], r"drafter\.layers .* is not read by kind kangaroo"),
         (["kind=falcon", "block=1"], r"drafter\.block \(--set\) must be at least 2, not 1"),
@@ -155,6 +165,13 @@ def test_settings_name_a_kind_with_and_without_recall(kind: str, name: str, valu
 def test_settings_out_of_range_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings(None, [f"drafter.{override}" for override in overrides], {})
+
+
+def test_growth_deeper_than_a_block_is_refused() -> None:
+    overrides = ["drafter.kind=dspark", "growth.kind=chain"]
+    with pytest.raises(ConfigError, match=r"growth\.depth .*must go at most drafter\.block 4 tokens deep"):
+        load_settings(None, [*overrides, "growth.depth=5"], {})
+    assert load_settings(None, [*overrides, "growth.depth=5", "drafter.block=5"], {}).growth.depth_limit == ("depth", 5)
 
 
 def test_growth_deeper_than_prompt_tokens_is_refused() -> None:

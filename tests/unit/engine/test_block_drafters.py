@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from osd.drafting.autoregressive import AutoregressiveSession
+from osd.drafting.dspark.drafter import DSpark
 from osd.drafting.falcon.drafter import Falcon
 from osd.drafting.growth import GROWTHS, Growth
 from osd.drafting.language_model.drafter import LanguageModel
@@ -18,6 +19,8 @@ from osd.drafting.prompt_tokens.drafter import PromptTokens
 from osd.drafting.session import CommittedTokens, Runtime, TargetRows, Tree
 from osd.runtime.batch import consecutive_rows
 from osd.runtime.model import SlotModel
+from osd.verification.tree import DraftBatch, TreeBuilder
+from tests.unit.drafting.sequences import expand_chain
 from tests.unit.engine.steps import Distortion, EnumeratedSteps, as_drawn, conditioned, few_token_target, randomised
 from tests.unit.verification.enumeration import BATCH, Law, Toy, law_of
 
@@ -45,6 +48,15 @@ def falcon(block: int) -> tuple[AutoregressiveSession, CommittedTokens]:
     return drafter.session(RUNTIME), CommittedTokens([0, 1, 1], torch.randn(3, 16))
 
 
+def dspark(block: int) -> tuple[AutoregressiveSession, CommittedTokens]:
+    """Return a session with a random Markov head and a random acceptance head."""
+    drafter = randomised(DSpark.from_target(few_token_target(layers=3), block, 2, 4, 3).add_head())
+    with torch.no_grad():
+        drafter.rows.normal_(0, 0.4)
+        drafter.target_head.normal_(0, 0.4)
+    return drafter.session(RUNTIME), CommittedTokens([0, 1, 1], torch.randn(3, 3 * 16))
+
+
 def draft_model(tokens: int) -> tuple[AutoregressiveSession, CommittedTokens]:
     return prompted_model(randomised(few_token_target()), tokens).session(RUNTIME), CommittedTokens([0, 1, 1])
 
@@ -65,6 +77,7 @@ Maker = Callable[[int], tuple[AutoregressiveSession, CommittedTokens]]
 WAYS: dict[str, tuple[Growth, str]] = {
     "chain": (GROWTHS["chain"](3), "chain"),
     "block": (GROWTHS["chain"](3), "block"),
+    "cut by a head": (GROWTHS["acceptance_head"](h=0.5, depth=3), "chain"),
     "siblings": (GROWTHS["dynamic_tree"](budget=3), "siblings"),
     "by level": (GROWTHS["dynamic_tree"](budget=3, threshold=0.1), "traversal"),
     "traversal": (GROWTHS["static_tree"](paths=[(0,), (1,), (0, 0)]), "traversal"),
@@ -74,6 +87,7 @@ WAYS: dict[str, tuple[Growth, str]] = {
     "best first": (GROWTHS["best_first"](budget=4), "naive"),
 }
 CASES: list[tuple[Maker, str, int]] = [
+    *((dspark, way, 3) for way in WAYS),
     *((falcon, way, 3 if way == "block" else 2) for way in ("chain", "block", "siblings", "traversal", "top k")),
     *((draft_model, way, 2 if way == "block" else 1) for way in ("chain", "block", "siblings", "traversal", "top k")),
     *((prompt_tokens, way, 2) for way in WAYS),
@@ -96,7 +110,37 @@ def test_block_drafts_keep_the_output_distribution(maker: Maker, way: str, token
     assert result.ways > 10 or result.accepted > 0.1
 
 
-@pytest.mark.parametrize("maker", [falcon, draft_model, prompt_tokens])
+@pytest.mark.parametrize("maker", [dspark, falcon, draft_model, prompt_tokens])
 @pytest.mark.parametrize("way", ["chain", "block", "traversal"])
 def test_q_conditioned_on_the_first_token_is_detected(maker: Maker, way: str) -> None:
     assert enumerated(maker, way, 2 if maker is not draft_model or way == "block" else 1, conditioned).error > 1e-3
+
+
+def test_cut_that_looks_ahead_is_detected() -> None:
+    """A head may end a draft after a token that it doubts; a cut that drops this token is wrong."""
+    (session, kept), toy = dspark(3), Toy.random(9, 3, 4)
+    for slot in range(3):
+        session.open(slot, 2)
+        session.commit(slot, kept)
+    expand_chain(session, [0, 1, 2], torch.tensor([[0], [1], [2]]))
+    floor, sizes = float(session.acceptance().median()), set[int]()
+
+    def noting(draft: DraftBatch) -> DraftBatch:
+        sizes.update(draft.sizes.tolist())
+        return draft
+
+    def looking_ahead(draft: DraftBatch) -> DraftBatch:
+        count = len(draft.sizes)
+        builder, rows = TreeBuilder(count, 1, session.support), torch.arange(count)
+        builder.extend(rows, 0, draft.columns[:, 0], rows)
+        session.expand(list(range(count)), builder, rows, rows * 0)
+        return noting(replace(draft, sizes=(session.acceptance() >= floor).long()))
+
+    right = GROWTHS["acceptance_head"](h=1 - floor, depth=3)
+    assert law_of(EnumeratedSteps(session, 2, kept, right, "chain", toy, noting), toy, 4).error < 1e-9
+    assert sizes == {2, 3}
+    sizes.clear()
+    wrong = law_of(EnumeratedSteps(session, 2, kept, GROWTHS["chain"](1), "chain", toy, looking_ahead), toy, 4)
+    print(wrong)
+    assert sizes == {0, 1}
+    assert wrong.error > 1e-3

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from osd.config import GROWTH_SETTINGS, DynamicTreeSettings
 from osd.drafting import Drafter
+from osd.drafting.dspark.drafter import DSpark
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.falcon.drafter import Falcon
 from osd.drafting.kangaroo import Kangaroo
@@ -88,6 +89,16 @@ def heads(model: LlamaForCausalLM) -> Drafter:
     return drafter
 
 
+def block_drafter(model: LlamaForCausalLM) -> Drafter:
+    """Return DSpark with a random Markov head and a random acceptance head."""
+    drafter = DSpark.from_target(model, 3, 2, 4, 4).add_head()
+    with torch.no_grad():
+        drafter.markov_out.weight.normal_(0, 0.5)
+        for weight in drafter.acceptance.parameters():
+            weight.normal_(0, 0.3)
+    return drafter
+
+
 def prompt_tokens_drafter(model: LlamaForCausalLM, copies: int) -> Drafter:
     drafter = PromptTokens.from_target(model, 2, copies, 6)
     with torch.no_grad():
@@ -101,6 +112,7 @@ KINDS: dict[str, tuple[Callable[[LlamaForCausalLM], Drafter], Sequence[str], Seq
     "medusa": (heads, [*test_distribution.POLICIES], (0.7, 1.0)),
     "kangaroo": (lambda model: Kangaroo.from_target(model, 4, 1), SOME, (0.7, 1.0)),
     "token_select": (lambda model: TokenSelect(SELECTION, 3), SOME, (0.7, 1.0)),
+    "dspark": (block_drafter, [*test_distribution.POLICIES], (0.7, 1.0)),
     "falcon, 2": (lambda model: Falcon.from_target(model, 2, 4), [*test_distribution.POLICIES], (1.0,)),
     "falcon, 4": (lambda model: Falcon.from_target(model, 4, 4), [*test_distribution.POLICIES], (1.0,)),
     "prompt_tokens": (lambda model: prompt_tokens_drafter(model, 1), [*test_distribution.POLICIES], (1.0,)),

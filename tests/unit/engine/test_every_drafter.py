@@ -22,6 +22,7 @@ from osd.config import (
     BestFirstSettings,
     ChainSettings,
     ConfigError,
+    DSparkSettings,
     DynamicTreeSettings,
     EagleSettings,
     EarlyExitSettings,
@@ -39,6 +40,7 @@ from osd.config import (
 )
 from osd.config.drafter import DrafterSettings
 from osd.drafting import Drafter, DrafterError, Trainable, initial
+from osd.drafting.dspark.drafter import DSpark
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.early_exit import EarlyExit
 from osd.drafting.falcon.drafter import Falcon
@@ -75,6 +77,7 @@ GROWTHS: dict[str, dict[str, object]] = {
     "top_k_tree": {"budget": 5, "depth": 2, "top_k": 2},
 }
 SETTINGS: dict[str, DrafterSettings] = {
+    "dspark": DSparkSettings(vocabulary=200),
     "eagle": EagleSettings(vocabulary=200),
     "early_exit": EarlyExitSettings(vocabulary=200),
     "falcon": FalconSettings(vocabulary=200),
@@ -326,6 +329,7 @@ def noisy(drafter: Trainable) -> Drafter:
 
 
 DRAFTERS: dict[str, Callable[[LlamaForCausalLM], Drafter]] = {
+    "dspark": lambda model: noisy(DSpark.from_target(model, 3, 2, 4, 4)),
     "eagle": lambda model: noisy(Eagle.from_target(model, 4)),
     "early_exit": lambda model: noisy(EarlyExit(model, 4)),
     "falcon": lambda model: noisy(Falcon.from_target(model, 2, 4)),

@@ -19,7 +19,14 @@ from llguidance import LLMatcher, LLParserLimits
 from tokenizers import AddedToken
 
 from osd.capture.trace import ACCEPTED, Trace
-from osd.config import BestFirstSettings, ChainSettings, DynamicTreeSettings, FalconSettings, PromptTokensSettings
+from osd.config import (
+    BestFirstSettings,
+    ChainSettings,
+    DSparkSettings,
+    DynamicTreeSettings,
+    FalconSettings,
+    PromptTokensSettings,
+)
 from osd.drafting import Drafter, initial
 from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
@@ -74,7 +81,11 @@ def masked_reference(oracle: Oracle, prompt: list[int], constraint: GrammarConst
 
 
 def drafter_of(kind: str, directory: Path) -> Drafter | None:
-    settings = {"falcon": FalconSettings(vocabulary=200, block=2), "prompt_tokens": PromptTokensSettings(tokens=2)}
+    settings = {
+        "dspark": DSparkSettings(vocabulary=200),
+        "falcon": FalconSettings(vocabulary=200, block=2),
+        "prompt_tokens": PromptTokensSettings(tokens=2),
+    }
     if kind == "recall":
         return Recall()
     if kind.startswith("mixed"):
@@ -92,7 +103,8 @@ GROWTHS = {
 }
 QUICK = {"chain": ["none", "eagle"], "tree": ["prompt_tokens"], "worth": ["recall", "mixed eagle"]}
 ASKED = prompts([12, 1, 30], seed=3)
-ALL = ["none", "recall", "eagle", "medusa", "kangaroo", "falcon", "prompt_tokens", "mixed eagle", "mixed prompt_tokens"]
+MIXED = ["mixed eagle", "mixed prompt_tokens"]
+ALL = ["none", "recall", "dspark", "eagle", "medusa", "kangaroo", "falcon", "prompt_tokens", *MIXED]
 
 
 @pytest.fixture(scope="module")

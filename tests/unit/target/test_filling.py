@@ -16,6 +16,7 @@ from torch import nn
 
 from osd import drafting
 from osd.config import Settings
+from osd.drafting.dspark.drafter import DSpark
 from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.eagle.initial import size_of_hidden
 from osd.drafting.falcon.drafter import Falcon
@@ -129,12 +130,14 @@ def test_layer_by_layer_keeps_one_layer_in_memory(directory: Path) -> None:
 
 
 MADE = {
+    "dspark": lambda whole: DSpark.from_target(whole, 4, 2, 8, 100),
     "eagle": lambda whole: Eagle.from_target(whole, 100),
     "falcon": lambda whole: Falcon.from_target(whole, 4, 100),
     "kangaroo": lambda whole: Kangaroo.from_target(whole, 100, 2),
     "language_model": lambda whole: LanguageModel.first_layers(whole, 2),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
+    "dspark": {"rank": 8, "vocabulary": 100},
     "eagle": {"vocabulary": 100},
     "falcon": {"block": 4, "vocabulary": 100},
     "kangaroo": {"vocabulary": 100, "exit_layer": 2},

@@ -208,7 +208,7 @@ def test_engine_start_imports_no_modelling_code(tiny_target: Path, tmp_path: Pat
     from osd import drafting
     from osd.config import Settings
 
-    chosen = [Settings(drafter={"kind": kind}).drafter for kind in ("eagle", "kangaroo", "medusa", "falcon")]
+    chosen = [Settings(drafter={"kind": kind}).drafter for kind in ("dspark", "eagle", "kangaroo", "medusa", "falcon")]
     versions = [drafting.initial(drafter, tiny_target, tmp_path).config() for drafter in chosen]
     command = [sys.executable, "-c", code, str(tiny_target), json.dumps(versions)]
     assert subprocess.check_output(command, text=True) == "[]\n"

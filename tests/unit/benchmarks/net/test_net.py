@@ -153,8 +153,8 @@ def test_first_drafter_is_trained_once(tmp_path):
     [
         (
             ["--drafter", "oracle"],
-            "--drafter must be one of eagle, early_exit, falcon, kangaroo, language_model, medusa, prompt_tokens, "
-            "not oracle",
+            "--drafter must be one of dspark, eagle, early_exit, falcon, kangaroo, language_model, medusa, "
+            "prompt_tokens, not oracle",
         ),
         (["--set", "capture.enabled=false"], "capture.enabled and serving.capture_default must be true"),
         (["--set", "redis_url=redis://127.0.0.1:1"], "redis_url must not be set: each pass starts a Redis of its own"),
