@@ -17,7 +17,9 @@ BUILDER = "deploy.cluster:build"
 TOKEN_FILE = Path.home() / ".ray" / "auth_token"
 """File in which Ray looks for the token if the environment names no other."""
 
-_ANSWER_SECONDS = 10.0
+_ANSWER_SECONDS, _DEPLOY_SECONDS = 10.0, 60.0
+"""Limits of an answer of the head, and of one for which it may have to start Serve."""
+
 _MISSING = object()
 _APPLICATIONS, _VERSION = "/api/serve/applications/", "/api/version"
 _REFUSALS = (401, 403)
@@ -117,7 +119,7 @@ class Head:
         Raises:
             ClusterError: the head does not answer, or refuses the token or the configuration.
         """
-        self._ask("PUT", _APPLICATIONS, config)
+        self._ask("PUT", _APPLICATIONS, config, _DEPLOY_SECONDS)
 
     def state(self, name: str) -> tuple[str, str, int]:
         """Return the status of an application, its message, and the number of its running replicas.
@@ -131,8 +133,10 @@ class Head:
         reasons = [application.get("message", ""), *(part["message"] for part in deployments)]
         return application.get("status", "NOT_STARTED"), "\n".join(filter(None, reasons)), running
 
-    def _ask(self, method: str, path: str, content: dict[str, Any] | None = None) -> httpx2.Response:
-        answer = self._send(method, path, self._headers, content)
+    def _ask(
+        self, method: str, path: str, content: dict[str, Any] | None = None, seconds: float = _ANSWER_SECONDS
+    ) -> httpx2.Response:
+        answer = self._send(method, path, self._headers, content, seconds)
         if answer.status_code in _REFUSALS:
             raise ClusterError(f"Ray's head at {self.url} refuses the token: every node needs the same token")
         if answer.is_error:
@@ -141,10 +145,15 @@ class Head:
         return answer
 
     def _send(
-        self, method: str, path: str, headers: dict[str, str], content: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        content: dict[str, Any] | None = None,
+        seconds: float = _ANSWER_SECONDS,
     ) -> httpx2.Response:
         try:
-            return httpx2.request(method, f"{self.url}{path}", json=content, headers=headers, timeout=_ANSWER_SECONDS)
+            return httpx2.request(method, f"{self.url}{path}", json=content, headers=headers, timeout=seconds)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             advice = "run this on the head, or set RAY_DASHBOARD_ADDRESS"
