@@ -175,6 +175,7 @@ def peak(made):
     return kib("VmHWM") - before, made
 
 small, large, home = map(Path, sys.argv[1:])
+torch.set_num_threads(1)  # other tests use the cores
 peaks = {}
 for kind in drafting.DRAFTERS:
     settings = Settings.model_validate({"drafter": {"kind": kind}}).drafter

@@ -198,7 +198,7 @@ def test_engine_start_imports_no_modelling_code(tiny_target: Path, tmp_path: Pat
         "from osd.target.load import load_tokenizer\n"
         "from osd.engine.build import InitialDrafter, make_engine\n"
         "target, versions = Path(sys.argv[1]), json.loads(sys.argv[2])\n"
-        "settings = Settings(target={'source': str(target)}, engine={'slots': 1, 'context': 64})\n"
+        "settings = Settings(target={'source': str(target)}, engine={'slots': 1, 'context': 64, 'threads': 1})\n"
         "made = [drafting.served(drafting.from_config(version, target), settings) for version in versions]\n"
         "engine = make_engine(settings, target, load_tokenizer(target), InitialDrafter(made[0], 1), None)\n"
         "engine.start(); engine.stop()\n"
