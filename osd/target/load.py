@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -284,12 +285,24 @@ def _from_hub(source: str, revision: str | None, report: Report, files: Sequence
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(files)))
     except GatedRepoError:
-        raise TargetError(f"target.source: {source} needs an access token of its hub") from None
-    except (RepositoryNotFoundError, HFValidationError):
+        raise TargetError(
+            f"target.source: {source} is gated: accept its licence on the hub, then set HF_TOKEN or run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise TargetError(
+            f"target.source: {source} is no model id, directory or GGUF file; "
+            "for a private model set HF_TOKEN or run `hf auth login`"
+        ) from None
+    except HFValidationError:
         raise TargetError(f"target.source: {source} is no model id, directory or GGUF file") from None
     except RevisionNotFoundError:
         raise TargetError(f"target.revision: {source} has no {revision}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == HTTPStatus.UNAUTHORIZED:
+            raise TargetError(
+                f"target.source: the hub refuses the token for {source}: set HF_TOKEN to a valid token "
+                "or run `hf auth login`"
+            ) from None
         raise TargetError(
             f"target.source: cannot reach the hub for {source}; check the network, or name a model on this machine"
         ) from error

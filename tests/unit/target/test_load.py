@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
+import httpx2
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -281,6 +283,28 @@ def test_resolve_revision_without_hub_is_refused(source, tmp_path):
 
 def test_resolve_unreachable_hub_names_the_model(tmp_path):
     assert "cannot reach the hub for no/model" in refusal("no/model", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (GatedRepoError, "some/model is gated"),
+        (RepositoryNotFoundError, "some/model is no model id, directory or GGUF file; for a private model"),
+        (HfHubHTTPError, "the hub refuses the token for some/model"),
+    ],
+    ids=["gated", "private", "invalid token"],
+)
+def test_refused_hub_model_names_token_and_login(refused, reason, tmp_path, monkeypatch):
+    response = httpx2.Response(401, request=httpx2.Request("GET", "http://127.0.0.1/api/models/some/model"))
+
+    def download(*args, **options):
+        raise refused("401 Client Error", response=response)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    message = refusal("some/model", tmp_path)
+    assert message.startswith(f"target.source: {reason}")
+    assert "HF_TOKEN" in message
+    assert "`hf auth login`" in message
 
 
 def test_resolve_interrupted_download_leaves_no_files(tmp_path, monkeypatch):
