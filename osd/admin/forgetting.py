@@ -118,7 +118,7 @@ def _purge_over_redis(
             alive |= {member for member, age in members.items() if age < ALIVE_SECONDS}
             missing = members.keys() - answers.keys()
             silent = alive & missing
-            # After a forward jump of Redis's clock, every member looks absent until its next heartbeat.
+            # After a jump of Redis's clock, every member looks absent until its next heartbeat.
             patience = ANSWER_SECONDS if silent else HEARTBEAT_SECONDS
             if not missing or time.monotonic() - start > patience:
                 break

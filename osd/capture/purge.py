@@ -6,6 +6,7 @@ Everything is stored in Redis, so that a trainer or a replica that starts later 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -102,12 +103,19 @@ class Purges(RedisClient):
         self._client.delete(_key(member))
 
     def silence(self, member: Member) -> float | None:
-        """Return the seconds since the last heartbeat of a member; None for a member that left or never reported."""
+        """Return the seconds since the last heartbeat of a member.
+
+        None stands for a member that left, never reported, or did not report since Redis's clock was set back.
+        """
         left: Any = self._client.pttl(_key(member))
-        return (_KNOWN_MS - left) / 1000 if left > 0 else None
+        age = _age(left)
+        return None if math.isinf(age) else age
 
     def members(self) -> dict[Member, float]:
-        """Return the members of the last day that did not leave, with the seconds since the last heartbeat of each."""
+        """Return the members of the last day that did not leave, with the seconds since the last heartbeat of each.
+
+        The seconds are infinite for a member that did not report since Redis's clock was set back.
+        """
         members: list[Member] = []
         for role in _ROLES:
             prefix = _ALIVE.format(role)
@@ -117,14 +125,20 @@ class Purges(RedisClient):
                 pipe.pttl(_key(member))
             left: list[int] = pipe.execute()
         return {
-            member: (_KNOWN_MS - milliseconds) / 1000
-            for member, milliseconds in zip(members, left, strict=True)
-            if milliseconds > 0
+            member: _age(milliseconds) for member, milliseconds in zip(members, left, strict=True) if milliseconds > 0
         }
 
 
 def _key(member: Member) -> str:
     return _ALIVE.format(member.role) + member.name
+
+
+def _age(left_ms: int) -> float:
+    """Return the seconds since a heartbeat from the time to live of its key; infinity if they are unknown.
+
+    A key lives longer than ``_KNOWN_MS`` only if Redis's clock was set back after the heartbeat.
+    """
+    return (_KNOWN_MS - left_ms) / 1000 if 0 < left_ms <= _KNOWN_MS else math.inf
 
 
 def _parse_member(text: str) -> Member:

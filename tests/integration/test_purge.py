@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.command import purge as purge_request
 from tests.unit.learning.toys import make_trace
-from tests.waiting import background
+from tests.waiting import HANG_SECONDS, background
 from trainer import checkpoint
 from trainer.budget import TrainingBudget
 
@@ -239,14 +240,28 @@ def test_purge_names_a_replica_that_vanished_before_it(silent_loop, monkeypatch)
     assert absence in purge(silent_loop, "request-unknown", codes=(2,))
 
 
-def test_purge_waits_for_the_heartbeat_after_a_clock_jump(silent_loop, redis_client):
+def test_member_is_absent_after_a_backward_clock_jump(silent_loop, redis_client, monkeypatch):
+    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(forgetting, "HEARTBEAT_SECONDS", 0.2)
+    replica = Member("replica", "r1")
+    redis_client.pexpire("osd:replica:r1", 86_400_000 + 3_600_000)  # as after a jump of an hour
+    with Purges(silent_loop.url) as purges:
+        assert purges.members() == {replica: math.inf}
+        assert purges.silence(replica) is None
+        assert "the replica r1 is absent and has not answered" in purge(silent_loop, "request-0")
+        purges.alive(replica)
+        assert 0 <= purges.members()[replica] < HANG_SECONDS
+
+
+@pytest.mark.parametrize("jump", [3_600_000, -3_600_000], ids=["forwards", "backwards"])
+def test_purge_waits_for_the_heartbeat_after_a_clock_jump(silent_loop, redis_client, jump):
     member, over = Member("replica", "r1"), threading.Event()
 
     def live():
         follower = PurgeFollower(Purges(silent_loop.url), member, lambda name, at: RemovedData(entries=7))
         with closing(follower):
             follower.alive()
-            redis_client.pexpire("osd:replica:r1", 86_400_000 - 3_600_000)  # as after a jump of an hour
+            redis_client.pexpire("osd:replica:r1", 86_400_000 - jump)  # as after a jump of an hour
             begun.set()
             while not over.wait(1.0):
                 follower.alive()
