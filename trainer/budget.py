@@ -106,11 +106,11 @@ class TrainingBudget:
         """Give the turn to other domains."""
         self._scheduler.release(self._domain)
 
-    def rest(self, why: str) -> None:
-        """Give the turn to other domains and set the state to ``why``."""
+    def rest(self, state: str) -> None:
+        """Give the turn to other domains and set the state: "paused" or "yielding"."""
         self.release()
-        self._set_state(why, "")
-        if why == "paused":
+        self._set_state(state, self._capacity.obstacle if state == "yielding" else "")
+        if state == "paused":
             self._resting.set()
             self.ended.wait(0.02)
 
@@ -132,8 +132,8 @@ class TrainingBudget:
         """
         idle()
 
-        def rest(why: str) -> None:
-            self.rest(why)
+        def rest(state: str) -> None:
+            self.rest(state)
             idle()
 
         while self._scheduler.acquire(self._domain, self.ended, patience):
@@ -141,6 +141,8 @@ class TrainingBudget:
                 return False
             if self._scheduler.holds(self._domain):
                 return True
+        if not self.ended.is_set():
+            self._set_state("waiting", "another domain of this trainer has its turn")
         return False
 
     def working(self) -> AbstractContextManager[None]:
@@ -163,12 +165,15 @@ class TrainingBudget:
 
         The wait ends at once when the worker must rest or end, or when ``idle`` returns True.
         """
-        must_rest = False
+        must_rest = is_yielding = False
 
         def on_wait(share: float) -> None:
-            nonlocal must_rest
+            nonlocal must_rest, is_yielding
             if not share:
-                self._set_state("yielding", "")
+                is_yielding = True
+                self._set_state("yielding", self._capacity.obstacle)
             must_rest = idle()
 
         self._capacity.give_way(lambda: must_rest or self.paused or self.ended.is_set(), on_wait)
+        if is_yielding:
+            self._set_state("training", "")

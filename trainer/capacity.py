@@ -73,6 +73,7 @@ class SpareCapacity:
     Attributes:
         reachable: whether the loads could be read the last time.
         requests_run: whether requests ran at the last read of the loads.
+        obstacle: why there was no spare capacity at the last call of ``spare``; "" if there was.
         on_loads: called with the loads after each read.
         worked: CPU seconds of the last piece of work, on each core.
     """
@@ -96,7 +97,7 @@ class SpareCapacity:
         self._last_share, self._read_at = 0.0, -math.inf
         self._began = self._looked = -math.inf  # start of the last work, and last check within work
         self._before = self.worked = 0.0
-        self.reachable, self.requests_run = True, False
+        self.reachable, self.requests_run, self.obstacle = True, False, ""
         self.on_loads: Callable[[Mapping[str, ReplicaLoad]], None] = lambda loads: None
 
     def spare(self, glance: bool = False) -> float:
@@ -120,17 +121,29 @@ class SpareCapacity:
                 self._unreadable_until = now + _RETRY
             else:
                 self.reachable = True
-        return self._last_share if now - self._read_at < _BLIND_SECONDS else 0.0
+        if now - self._read_at < _BLIND_SECONDS:
+            return self._last_share
+        self.obstacle = "Redis does not answer, so the loads of replicas are unknown"
+        return 0.0
 
     def _share(self, loads: Mapping[str, ReplicaLoad]) -> float:
-        objective = self._settings.latency_objective_ms or math.inf
         self.requests_run = any(load.running > 0 for load in loads.values())
         self.on_loads(loads)
-        if any(load.waiting > 0 or load.inter_token_ms > objective for load in loads.values()):
+        self.obstacle = self._find_obstacle(loads)
+        if self.obstacle:
             return 0.0
-        if not self.requests_run:
-            return 1.0
-        return 0.0 if self._pauses(time.monotonic()) else self._settings.duty
+        return self._settings.duty if self.requests_run else 1.0
+
+    def _find_obstacle(self, loads: Mapping[str, ReplicaLoad]) -> str:
+        """Return why training must not run now, or "" if it may run."""
+        objective = self._settings.latency_objective_ms or math.inf
+        if any(load.waiting > 0 for load in loads.values()):
+            return "a request waits in a replica"
+        if any(load.inter_token_ms > objective for load in loads.values()):
+            return f"the time between two tokens is above trainer.latency_objective_ms, {objective:g} ms"
+        if self.requests_run and self._pauses(time.monotonic()):
+            return "a short random pause measures how much training slows requests"
+        return ""
 
     def wait(self, stop: threading.Event, paused: threading.Event, set_state: Callable[[str], None]) -> bool:
         """Wait until a micro-step may run.

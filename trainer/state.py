@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 _SAVED = ("records", "trained", "held_out", "refused", "tokens", "published", "rejected", "drifts")
 _REPORTED = (
-    "steps", "skipped", "records", "trained", "held_out", "refused", "rejected", "drifts", "lag", "lag_seconds", "loss"
-)  # fmt: skip
+    *("steps", "skipped", "records", "trained", "held_out", "refused", "rejected", "drifts", "lag", "lag_seconds"),
+    *("loss", "state", "detail"),
+)
 
 
 class TrainingCost(msgspec.Struct, frozen=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -34,6 +32,7 @@ CHECKPOINT_SECONDS = 30.0
 """Longest training that a crash loses, and longest wait of a trained record for its acknowledgement."""
 
 _PATIENCE = 0.5  # seconds of waiting for the turn until the stream is read again
+_EVALUATING = "evaluating a drafter on held-out records"
 
 
 class Worker:
@@ -81,7 +80,7 @@ class Worker:
             self.reporter,
             Upstreams(self._loads, self.domain),
             MeasuredEffects(self._loads, self.domain),
-            partial(self._wait_for_turn, self._renew),
+            self._wait_to_evaluate,
         )
         self.intake = Intake(settings, redis_url, context, self.reporter, self.publisher.observe)
         self._checkpoints = Checkpoints(settings, context.target, self.reporter, self.lease)
@@ -160,7 +159,6 @@ class Worker:
 
     def _iterate(self, learner: Learner) -> None:
         """Read from the stream once, then run one micro-step when there is something to train on."""
-        self._report()
         self._maintain()
         self.budget.read_loads()
         if self._ready(learner):
@@ -174,7 +172,7 @@ class Worker:
         self.publisher.decide_canary()
         self.publisher.follow_effect()
         if self.publisher.due(learner):
-            self._set_state("training", "evaluating a candidate")
+            self._set_state("training", _EVALUATING)
             if self.publisher.propose(learner):
                 self.checkpoint()
         self.publisher.update_reports()
@@ -192,7 +190,7 @@ class Worker:
         return not missing
 
     def _train(self, learner: Learner) -> None:
-        if not self._wait_for_turn(self._maintain, _PATIENCE):
+        if not self.budget.wait(self._maintain, _PATIENCE):
             return
         self._set_state("training", "")
         trainer, executor = self._settings.trainer, self._context.executor
@@ -202,21 +200,25 @@ class Worker:
         self.intake.finish(learned.fresh)
         self.reporter.record_step(learner, learned)
 
-    def _wait_for_turn(self, idle: Callable[[], object], patience: float = math.inf) -> bool:
-        """Wait for spare capacity, see ``TrainingBudget.wait``."""
-        self._report()
-        return self.budget.wait(idle, patience)
+    def _wait_to_evaluate(self) -> bool:
+        """Wait for spare capacity for a part of an evaluation, see ``TrainingBudget.wait``."""
+        may_run = self.budget.wait(self._renew)
+        if may_run:
+            self._set_state("training", _EVALUATING)
+        return may_run
 
     def _report(self) -> None:
         self.reporter.report(self.learner, self.budget.investor.decision, self.budget.investor.worth)
 
     def _renew(self) -> bool:
-        """Renew the lease; return whether requests must be forgotten."""
+        """Report the state and renew the lease; return whether requests must be forgotten."""
+        self._report()
         self.lease.alive()
         return self.intake.must_forget()
 
     def _maintain(self) -> None:
-        """Renew the lease and forget purged requests."""
+        """Report the state, renew the lease and forget purged requests."""
+        self._report()
         self.lease.alive()
         self.intake.forget_purged()
 

@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from osd.admin import ConflictError, NotFoundError, UnavailableError
 from osd.admin.audit import Actor, AuditLog
+from osd.capture.purge import Member, Purges
 from osd.config import Settings
 from osd.registry.events import Events, Kind
 from osd.registry.object_storage import storage_of
@@ -40,12 +41,21 @@ class ListedVersion:
 
 @dataclass(frozen=True)
 class Listing:
-    """Versions of a domain, removed ones first, its rollout, and its training, if any."""
+    """Versions of a domain, its rollout, and its training.
+
+    Attributes:
+        domain: the name of the domain.
+        rollout: the rollout; None without one.
+        versions: the versions, removed ones first.
+        training: the last report of the trainer; None without one.
+        silence: the seconds since the last heartbeat of the trainer; None while no trainer runs.
+    """
 
     domain: str
     rollout: Rollout | None
     versions: list[ListedVersion]
     training: Training | None = None
+    silence: float | None = None
 
 
 def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
@@ -62,11 +72,16 @@ def listings(settings: Settings, redis_url: str | None) -> list[Listing]:
 
 
 def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
+    training, silence = None, None
     if redis_url:
-        with Pointer(redis_url, registry.storage) as pointer, TrainingReports(redis_url) as reports:
+        with (
+            Pointer(redis_url, registry.storage) as pointer,
+            TrainingReports(redis_url) as reports,
+            Purges(redis_url) as purges,
+        ):
             rollout, training = pointer.get(domain), reports.get([domain]).get(domain)
+            silence = purges.silence(Member("trainer", domain))
     else:
-        training = None
         rollout = PointerFiles(registry.storage).read(domain)
     stored = [ListedVersion(info.number, info.manifest, info.problem) for info in registry.list(domain)]
     numbers = {version.number for version in stored}
@@ -75,7 +90,7 @@ def _listing(registry: Registry, domain: str, redis_url: str | None) -> Listing:
         for version in registry.removed(domain)
         if version.number not in numbers
     ]
-    return Listing(domain, rollout, [*removed, *stored], training)
+    return Listing(domain, rollout, [*removed, *stored], training, silence)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def list_versions(
 
     Accepted and length are the acceptance rate and the tokens per decoding step that the gate measured, for the
     previous version and for this version. Cost is the training that led to a version, in core seconds. Measured is the
-    speed-up over the previous version while it is in service or on trial.
+    speed-up over the previous version while it is in service or on trial. Trainer is the state of the domain's trainer,
+    and the reason while it does not train.
     """
     settings = settings_of(config, overrides, domain=domain)
     from rich.console import Console

@@ -15,6 +15,8 @@ from osd.admin.rollouts import ListedVersion, Listing
 from osd.economy.effect import bounds
 from osd.registry.training import Training, VersionEffect
 
+_SILENT_SECONDS = 30.0  # without a heartbeat of the trainer, as on the dashboard
+
 
 def version_table(listing: Listing) -> RenderableType:
     """Return the table of the versions of a domain, followed by unreadable versions and the cost of training."""
@@ -39,7 +41,8 @@ def version_table(listing: Listing) -> RenderableType:
         table.add_row(*map(Text, cells))
         if version.problem:
             problems.append(Text(f" version {version.number}: {version.problem}"))
-    training = [Text(f" {name:<17} {figure}") for name, figure in explained(listing.training)]
+    lines = explained(listing.training, listing.silence)
+    training = [Text(f" {name:<17} {figure}") for name, figure in lines]
     return Group(Text(listing.domain, style="bold", overflow="fold"), table, *problems, *training)
 
 
@@ -87,12 +90,17 @@ def _change(gate: dict[str, Any], name: str, digits: int) -> str:
     return f"{before:.{digits}f} → {now:.{digits}f}"
 
 
-def explained(training: Training | None) -> list[tuple[str, str]]:
-    """Return the cost of a domain's training and its measured gain, by name; empty without a report."""
+def explained(training: Training | None, silence: float | None = None) -> list[tuple[str, str]]:
+    """Return the state of a domain's trainer, the cost of training and its measured gain, by name.
+
+    ``silence`` are the seconds since the last heartbeat of the trainer, None while no trainer runs. Without a report
+    the result is empty.
+    """
     if training is None:
         return []
     beside = training.beside_seconds + training.slowed_seconds
-    lines = [("training cost", f"{training.cost:,.0f} core seconds, {beside:,.0f} of them while requests ran")]
+    cost = f"{training.cost:,.0f} core seconds, {beside:,.0f} of them while requests ran"
+    lines = [("trainer", _activity(training, silence)), ("training cost", cost)]
     account = training.account
     if account is None:
         return lines
@@ -109,6 +117,15 @@ def explained(training: Training | None) -> list[tuple[str, str]]:
         change = "not measured yet" if trial.width is None else interval(trial.log, trial.width)
         lines.append(("on trial", f"version {trial.number} against {trial.before}: {change}, {trial.trials} trials"))
     return lines
+
+
+def _activity(training: Training, silence: float | None) -> str:
+    """Return the state of the trainer and why it does not train."""
+    if silence is None:
+        return "none runs"
+    if silence > _SILENT_SECONDS:
+        return f"silent for {silence:,.0f} s"
+    return training.activity or "has not reported its state"
 
 
 def interval(log: float, width: float | None) -> str:

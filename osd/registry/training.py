@@ -107,6 +107,8 @@ class Training(msgspec.Struct, frozen=True):
         loss: loss of the last micro-step.
         account: state of the fund.
         states_wanted: share of records whose hidden states the trainer asks for.
+        state: "waiting", "training", "yielding" (to requests), "paused" or "stopped"; "" in reports without a state.
+        detail: reason of the state, in one line; "" if there is none.
     """
 
     steps: _Count = 0
@@ -130,11 +132,18 @@ class Training(msgspec.Struct, frozen=True):
     loss: float | None = None
     account: FundReport | None = None
     states_wanted: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    state: str = ""
+    detail: str = ""
 
     @property
     def cost(self) -> float:
         """Core seconds of training, plus the core seconds that replicas lost."""
         return self.cpu_seconds + self.slowed_seconds
+
+    @property
+    def activity(self) -> str:
+        """State with its reason, such as "waiting: 5 of 12 records to start with"."""
+        return f"{self.state}: {self.detail}" if self.detail else self.state
 
     def at_least(self, before: Training) -> Training:
         """Return the report with each count at least as high as in an earlier report.

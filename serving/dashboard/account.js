@@ -1,6 +1,7 @@
 // Speed-up, cost and gain of training, and the version on trial. Each function returns [figure, note].
 
 import { counted, day, fixed, percent, seconds, signed, times, when, whole } from "./format.js";
+import { SILENT_SECONDS } from "./problems.js";
 
 const DAY = 86400;
 // Shortest time from which a rate of savings is taken.
@@ -74,6 +75,14 @@ export function running({ replicas, totals, drafter, pinned, ...state }) {
   if (!versions) return ["–", "no replica has reported"];
   const frozen = pinned ? `, pinned: nothing replaces v${state.stable}` : "";
   return [versions, `${drafter}, ${counted(totals.swaps, "swap")} since the start${frozen}`];
+}
+
+// Returns the state of the trainer, and the reason while it does not train.
+export function activity({ training, domain, trainer }) {
+  if (!trainer.needed) return ["none", "nothing is trained"];
+  const { state, detail } = training[domain] ?? {};
+  if (!state || trainer.silence === null || trainer.silence > SILENT_SECONDS) return ["–", "the trainer does not report"];
+  return [state, detail || (state === "training" ? "on captured requests" : "")];
 }
 
 const result = (effect) => (measured(effect) ? `${change(effect.log)} speed (95 % interval ${range(effect)}), ${whole(effect.trials)} trials` : "not measured yet");

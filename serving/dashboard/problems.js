@@ -7,7 +7,7 @@ import * as statistics from "./statistics.js";
 // Seconds that replicas and the trainer get to start.
 const START_SECONDS = 120;
 // Seconds without a heartbeat after which the trainer counts as silent.
-const SILENT_SECONDS = 30;
+export const SILENT_SECONDS = 30;
 const REJECTED_SECONDS = 3600;
 const LOST_MINUTES = 5;
 

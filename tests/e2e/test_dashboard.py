@@ -307,6 +307,24 @@ def test_payback_beyond_a_day_is_no_figure(service, opened, rows, account, payba
     expect(page.locator("#now-payback")).to_have_text(payback)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "training", "shown"),
+    [
+        (TRAINER, {"state": "waiting", "detail": "5 of 12 records to start with"}, "waiting 5 of 12 records"),
+        (TRAINER, {"state": "training", "detail": ""}, "training on captured requests"),
+        (TRAINER | {"silence": 75.2}, {"state": "training", "detail": ""}, "the trainer does not report"),
+        (TRAINER | {"needed": False}, {}, "none nothing is trained"),
+    ],
+    ids=["waits", "trains", "silent", "not needed"],
+)
+def test_overview_says_why_the_trainer_waits(service, opened, trainer, training, shown):
+    data = trained(service, [(0, 59.0, 40.0)])
+    data["state"]["trainer"] = trainer
+    data["state"]["training"][data["state"]["domain"]] |= training
+    page = opened(prepare=lambda page: send(page, data))
+    expect(page.locator("#answer-versions dd").last).to_contain_text(shown)
+
+
 def test_fall_of_acceptance_is_marked_and_explained(service, opened):
     data = healthy(service)
     now = int(data["time"]) // 4 * 4

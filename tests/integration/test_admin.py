@@ -16,6 +16,7 @@ from osd.capture.writer import TraceWriter
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
+from osd.registry.training import Training, TrainingReports
 from osd.registry.versions import Registry
 from serving.api.routes import create_app
 from tests.command import run_cli
@@ -141,6 +142,15 @@ def test_request_is_purged_over_http(http, settings, redis_url, make_trace, redi
         purges.alive(Member("replica", "silent"))
     silent = error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-3d"}), 503)
     assert "the replica silent did not answer" in silent["message"].lower()
+
+
+def test_list_says_why_the_trainer_waits(settings, pointer, redis_url):
+    with TrainingReports(redis_url) as reports, Purges(redis_url) as purges:
+        reports.set("general", Training(state="waiting", detail="5 of 12 records to start with"))
+        for state in ("none runs", "waiting: 5 of 12 records to start with"):
+            shown = run_cli("drafters", "list", "--domain", "general", home=settings.home, redis_url=redis_url).stdout
+            assert f"trainer           {state}\n" in shown
+            purges.alive(Member("trainer", "general"))
 
 
 def test_actions_of_the_command_line_are_logged(settings, pointer, redis_url):

@@ -41,7 +41,7 @@ export class Overview {
     const { acceptance, length } = this.figures.tiles;
     this.speedup = { figure: h("p", { class: "figure", id: "now-speedup" }), note: h("p", { class: "note", id: "note-speedup" }) };
     this.training = new Lines({ cost: "Cost", saved: "Saved", gain: "Gain", payback: "Payback" });
-    this.versions = new Lines({ version: "In service", trial: "Tried now" });
+    this.versions = new Lines({ version: "In service", trial: "Tried now", trainer: "Trainer" });
     this.problems = h("ul", { class: "problems", id: "problems" });
     const answer = (id, title, ...body) => h("article", { class: "card", id: `answer-${id}` }, h("h2", {}, title), ...body);
     return h("section", { class: "summary", "aria-label": "Summary" },
@@ -80,6 +80,7 @@ export class Overview {
     this.training.show("payback", account.payback(fund, state.funds));
     this.versions.show("version", account.running(state));
     this.versions.show("trial", account.tried(state));
+    this.versions.show("trainer", account.activity(state));
     const all = problems(data);
     refill(this.problems, all, () => (all.length
       ? all.map(([text, action]) => h("li", { class: "bad" }, text, " ", h("span", { class: "note" }, action)))

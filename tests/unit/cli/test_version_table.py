@@ -29,8 +29,10 @@ def listing() -> Listing:
         ListedVersion(1003, {**created, "parent": 2, "gate": GATE, "cost": {"core_seconds": 1234.0}}),
         ListedVersion(1004, {}, problem="manifest.json is not JSON"),
     ]
-    training = Training(cpu_seconds=59.0, beside_seconds=5.0, slowed_seconds=1.0, account=ACCOUNT)
-    return Listing("d" * 90, Rollout(2, 1003, 0.25, 0.0), versions, training)
+    training = Training(
+        cpu_seconds=59.0, beside_seconds=5.0, slowed_seconds=1.0, account=ACCOUNT, state="yielding", detail="a queue"
+    )
+    return Listing("d" * 90, Rollout(2, 1003, 0.25, 0.0), versions, training, 0.5)
 
 
 def shown() -> list[str]:
@@ -63,9 +65,10 @@ def test_records_have_the_whole_gate_and_seconds():
     assert records[0]["removed"] == 1_795_577_751.0
 
 
-def test_training_of_a_domain_is_explained_in_five_lines():
+def test_training_of_a_domain_is_explained_in_six_lines():
     lines = shown()
-    (cost, gain, paid, alone, trial) = lines[-5:]
+    (trainer, cost, gain, paid, alone, trial) = lines[-6:]
+    assert trainer == " trainer           yielding: a queue"
     assert cost == " training cost     60 core seconds, 6 of them while requests ran"
     assert gain == " training gain     +9.5% (+8.2% to +10.8%) since version 1"
     assert paid.startswith(" paid back         Nov ")
@@ -79,6 +82,15 @@ def test_training_without_a_measured_version_says_so():
     assert lines["paid back"] == "not yet"
     assert lines["on trial"] == "version 2 against 1: not measured yet, 0 trials"
     assert explained(None) == []
+
+
+@pytest.mark.parametrize(
+    ("silence", "state"),
+    [(2.0, "waiting: 5 of 12 records to start with"), (75.2, "silent for 75 s"), (None, "none runs")],
+)
+def test_trainer_line_says_why_it_does_not_train(silence, state):
+    report = Training(state="waiting", detail="5 of 12 records to start with")
+    assert explained(report, silence)[0] == ("trainer", state)
 
 
 def test_version_on_trial_comes_before_versions_in_service():

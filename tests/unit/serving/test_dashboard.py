@@ -129,7 +129,8 @@ def test_data_has_versions_in_service_and_live_acceptance():
         ],
     }
     model, settings = ServedModel("tiny", "root", 64, 10, 1), Settings.model_validate({"serving": {"replicas": 3}})
-    training = {"general": Training(account=FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01, 50),)))}
+    account = FundReport(effects=(VersionEffect(2, 1, 0.1, 0.01, 50),))
+    training = {"general": Training(account=account, state="waiting", detail="the fund is empty")}
     totals = replace(metrics.totals(now), training=training, tried_since={"general": 7.0, "code": 8.0})
     data = compose(settings, model, totals, feeds)
     first, second = data["versions"]
@@ -142,6 +143,10 @@ def test_data_has_versions_in_service_and_live_acceptance():
     assert data["replicas"][0]["others"] == {"code": 2}
     assert (first["speedup"], second["speedup"]["log"]) == (None, 0.1)
     assert data["training"]["general"]["account"]["effects"][0]["before"] == 1
+    assert (data["training"]["general"]["state"], data["training"]["general"]["detail"]) == (
+        "waiting",
+        "the fund is empty",
+    )
     assert data["domains"] == ["general", "code"]
     assert data["trainer"] == {"needed": True, "silence": 4.5, "min_records": 12}
     assert (data["tried_since"], data["expected_replicas"], data["measures"]) == (7.0, 3, True)

@@ -20,7 +20,7 @@ class Room:
     """Spare capacity that exists as soon as ``room`` is set."""
 
     def __init__(self):
-        self.room = threading.Event()
+        self.room, self.obstacle = threading.Event(), "a request waits"
 
     def wait(self, stop, paused, set_state):
         while not stop.is_set():
@@ -58,14 +58,15 @@ def test_wait_without_capacity_releases_the_turn(scene):
     assert budget.wait(idle)
     assert scheduler.holds("a")
     assert turns_held == [False] * 3, "without capacity other domains may have the turn"
-    assert set(states) == {("yielding", "")}
+    assert set(states) == {("yielding", "a request waits")}
 
 
 def test_wait_for_the_turn_ends_after_the_patience(scene):
-    budget, scheduler, room, _ = scene
+    budget, scheduler, room, states = scene
     room.room.set()
     assert scheduler.acquire("b", threading.Event())
     assert not budget.wait(lambda: None, 0.1)
+    assert states == [("waiting", "another domain of this trainer has its turn")]
     scheduler.release("b")
     assert budget.wait(lambda: None, 5.0)
 
@@ -103,7 +104,7 @@ def test_give_way_keeps_the_turn_without_capacity(scene):
 
     budget.give_way(idle)
     assert turns_held == [True] * 3, "no other domain could compute either"
-    assert set(states) == {("yielding", "")}
+    assert states == [*[("yielding", "a request waits")] * 3, ("training", "")]
 
 
 @pytest.mark.parametrize("end", [lambda budget: budget.pause(0.0), lambda budget: budget.end()])

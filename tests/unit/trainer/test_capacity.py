@@ -89,6 +89,30 @@ def test_unknown_loads_stop_training(clock):
     assert not scene.capacity.reachable
 
 
+@pytest.mark.parametrize(
+    ("trouble", "obstacle"),
+    [
+        ({}, ""),
+        ({"waiting": 1}, "a request waits in a replica"),
+        ({"latency": 51.0}, "the time between two tokens is above trainer.latency_objective_ms, 50 ms"),
+        ({"pauses": True}, "a short random pause measures how much training slows requests"),
+        ({"is_down": True}, "Redis does not answer, so the loads of replicas are unknown"),
+    ],
+    ids=["none", "queue", "latency", "pause", "Redis"],
+)
+def test_obstacle_says_why_training_waits(clock, trouble, obstacle):
+    scene = Scene(clock, latency_objective_ms=50.0)
+    for name, value in trouble.items():
+        setattr(scene, name, value)
+    assert (scene.capacity.spare() == 0) is bool(obstacle)
+    assert scene.capacity.obstacle == obstacle
+    for name in trouble:
+        setattr(scene, name, 0)
+    clock.now += 1.0
+    assert scene.capacity.spare() > 0
+    assert scene.capacity.obstacle == ""
+
+
 def test_known_loads_stay_valid_for_five_seconds(clock, caplog):
     scene = Scene(clock, duty=0.5)
     assert scene.capacity.spare() == 0.5

@@ -134,6 +134,7 @@ def test_report_has_counts_costs_and_account(scene):
     scene.learner.distiller.steps, scene.learner.distiller.skipped, scene.learner.counters.tokens = 5, 3, 600
     state.published, state.rejected, state.refused, state.drifts, state.loss = 1, 2, 4, 6, 0.5
     state.lag, state.lag_seconds = 7, 8.0
+    state.set("waiting", "every record was used")
     traces = [make_trace(f"r{number}", seed=number) for number in range(3)]
     held = sum(scene.learner.add(trace).part == "held_out" for trace in traces)
     scene.reporter.cost.charge(contended=1.0, lost=2.0)
@@ -142,9 +143,10 @@ def test_report_has_counts_costs_and_account(scene):
         steps=5, skipped=3, positions=600, records=3, held_out=held, refused=4, passed=1, rejected=2, drifts=6,
         beside_seconds=1.0, slowed_seconds=2.0,
         replay_records=3, replay_tokens=36, replay_bytes=sum(trace.nbytes for trace in traces),
-        lag=7, lag_seconds=8.0, loss=0.5,
+        lag=7, lag_seconds=8.0, loss=0.5, state="waiting", detail="every record was used",
         account=FundReport(begins=True, fund=12.0, needed=5.0, worth=0.25), states_wanted=1.0,
     )  # fmt: skip
+    assert report.activity == "waiting: every record was used"
     status = scene.reporter.status(scene.learner)
     assert (status["steps"], status["tokens"], status["records"], status["published"]) == (5, 600, 3, 1)
 

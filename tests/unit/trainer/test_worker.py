@@ -100,6 +100,15 @@ def test_worker_does_not_step_without_the_turn(parts):
     assert not parts.worker.learner.step.called
 
 
+def test_worker_reports_its_state_while_it_waits(parts):
+    parts.budget.wait.side_effect = lambda idle, *patience: [idle() for _ in range(3)] == []
+    parts.worker.run()
+    assert parts.trainingreporter.report.call_count == 4, "once before the wait, three times in it"
+    wait_to_evaluate = parts.Publisher.call_args.args[-1]
+    assert not wait_to_evaluate()
+    assert parts.trainingreporter.report.call_count == 7
+
+
 def test_paused_worker_rests_and_forgets_purged_requests(parts):
     parts.budget.paused = True
     parts.worker.run()
