@@ -534,6 +534,11 @@ class Settings(Section):
         return tuple(dict.fromkeys((self.domain, *self.trainer.extra_domains)))
 
     @property
+    def wide_domains(self) -> tuple[str, ...]:
+        """Domains whose trainers learn from all domains of their tenant."""
+        return self.trained_domains if self.trainer.domains == "all" else ()
+
+    @property
     def measures(self) -> bool:
         """Whether replicas measure the speed-up of drafting and of versions."""
         return self.growth.governed and self.economy.measure > 0

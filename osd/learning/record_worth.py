@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from redis.exceptions import RedisError
 
 from osd.capture.trace import ACCEPTED, Trace
-from osd.config import TrainerSettings
+from osd.config import TrainerSettings, tenant_of
 from osd.hashing import unit_hash
 from osd.learning.replay import STATES_SECONDS, is_held_out, states_probability
 from osd.registry.training import TrainingReports
@@ -32,13 +32,27 @@ class RecordWorth:
     The part of a score above 0.2 is proportional to two factors: the forecast for the next version of the domain
     relative to the largest forecast of all domains, and the share of tokens that no draft gave. Trainers report
     forecasts each second. A domain without a forecast counts like the domain with the largest. A domain without a
-    trainer counts 0 while other domains have one. Except ``states_weight``, the methods are for one thread.
+    trainer counts 0 while other domains have one. If several trainers learn from a domain, the largest forecast and the
+    largest share of states count. Except ``states_weight``, the methods are for one thread.
     """
 
     def __init__(
-        self, reports: TrainingReports, settings: TrainerSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        reports: TrainingReports,
+        settings: TrainerSettings,
+        wide_domains: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Create the scores.
+
+        Args:
+            reports: the reports of trainers.
+            settings: the settings of the trainers.
+            wide_domains: the domains whose trainers learn from all domains of their tenant.
+            clock: returns the time in seconds.
+        """
         self._reports, self._held_out, self._clock = reports, settings.held_out, clock
+        self._wide = wide_domains
         self._domains: dict[str, None] = {}
         self._worth: dict[str, float] = {}
         self._state_shares: dict[str, float] = {}
@@ -49,7 +63,7 @@ class RecordWorth:
         self.update(trace.domain)
         if is_held_out(trace.request_id, self._held_out):
             return HELD_OUT_SCORE
-        return score(trace, self._worth.get(trace.domain, 0.0) if self._worth else 1.0)
+        return score(trace, self._largest(self._worth, trace.domain, 0.0) if self._worth else 1.0)
 
     def note(self, trace: Trace) -> None:
         """Read the reports for the trace's domain; see ``update``."""
@@ -70,7 +84,7 @@ class RecordWorth:
             return
         self._next_read = now + STATES_SECONDS
         try:
-            reports = self._reports.get(list(self._domains))
+            reports = self._reports.get(list(dict.fromkeys((*self._domains, *self._wide))))
         except RedisError as error:
             logger.debug("cannot read the forecasts of training, keeping the last ones: %s", error)
             return
@@ -90,8 +104,15 @@ class RecordWorth:
         calls have the same result until the share changes. Every thread may call this, because it uses the last reports
         only.
         """
-        chance = states_probability(self._state_shares.get(domain, 1.0), is_held_out(request, self._held_out))
+        share = self._largest(self._state_shares, domain, 1.0)
+        chance = states_probability(share, is_held_out(request, self._held_out))
         return 1 / chance if unit_hash(request.encode(), b"states") < chance else 0.0
+
+    def _largest(self, values: Mapping[str, float], domain: str, default: float) -> float:
+        """Return the largest value of the trainers that learn from ``domain``; ``default`` without such a trainer."""
+        tenant = tenant_of(domain)
+        trainers = {domain, *(name for name in self._wide if tenant_of(name) == tenant)}
+        return max((values[name] for name in trainers if name in values), default=default)
 
     def close(self) -> None:
         """Close the connection."""

@@ -63,7 +63,7 @@ class CaptureSession:
             CaptureError: the URL of Redis is invalid.
             osd.vllm.ring.RingError: there is not enough shared memory.
         """
-        capture, reports = settings.capture, _Reports(settings)
+        capture, reports = settings.capture, _Reports(settings, export.domain)
         sizes = RecordSizes(capture.top_k, _width(export), capture.states == "int8")
         admissions = Admissions(export.domain, sizes, reports.worth.states_weight, reports.rate)
         self._assembler = AssemblerProcess(TraceOrigin(export.target, export.domain, "eagle"))
@@ -120,8 +120,8 @@ class _Reports:
         worth: the share of requests whose states trainers ask for.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """Prepare the connections.
+    def __init__(self, settings: Settings, domain: str) -> None:
+        """Prepare the connections; the drafter of ``domain`` learns from the requests of all domains.
 
         Raises:
             CaptureError: the URL of Redis is invalid.
@@ -132,7 +132,7 @@ class _Reports:
         self.rate = None if math.isinf(least) else least
         self._share: BudgetShare | None = None
         try:
-            self.worth = RecordWorth(TrainingReports(url), settings.trainer)
+            self.worth = RecordWorth(TrainingReports(url), settings.trainer, [domain])
             if service is not None:
                 name = f"vllm-{socket.gethostname()}-{os.getpid()}"
                 self._share = BudgetShare(connect(url), capture.stream, name, service)

@@ -79,7 +79,7 @@ class Replica(Monitored):
             start = starting_drafter(settings, self._registry, self._pointer, directory)
         target = identify(settings.target.source, directory)
         self._writer: TraceWriter | None = None
-        self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer)
+        self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer, settings.wide_domains)
         if settings.capture.enabled:
             recall = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
             self._writer = TraceWriter(

@@ -6,7 +6,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array
-from osd.config import TrainerSettings
+from osd.config import Settings
 from osd.learning.record_worth import HELD_OUT_SCORE, MIN_SCORE, RecordWorth
 from osd.learning.replay import is_held_out
 from osd.registry.training import FundReport, Training
@@ -38,8 +38,9 @@ def record(domain="general", accepted=0, rejected=0, none=0, held_out=False):
     return msgspec.structs.replace(make_trace(f"r{number}", domain=domain), verdict=Array.of(verdict))
 
 
-def worth_of(reports, clock=None):
-    return RecordWorth(reports, TrainerSettings(held_out=0.1), clock or Clock())
+def worth_of(reports, clock=None, **trainer):
+    settings = Settings.model_validate({"trainer": {"held_out": 0.1, **trainer}})
+    return RecordWorth(reports, settings.trainer, settings.wide_domains, clock or Clock())
 
 
 def test_score_grows_with_the_share_of_undrafted_tokens():
@@ -116,3 +117,25 @@ def test_states_are_sampled_as_the_trainer_asks():
             assert set(weights) <= {0.0, 1 / chance}
             assert sum(weights) == pytest.approx(len(sample), rel=0.15), "weights are unbiased"
     assert len(reports.reads) == reads, "states_weight does not read Redis"
+
+
+@pytest.mark.parametrize("domains", ["own", "all"])
+def test_trainer_of_all_domains_samples_states_of_each(domains):
+    reports = Reports(general=Training(states_wanted=0.05, account=FundReport(worth=8)))
+    worth = worth_of(reports, domains=domains)
+    worth(record("code"))
+    kept = sum(worth.states_weight("code", f"r{number}") > 0 for number in range(1000))
+    assert (kept < 200) is (domains == "all")
+    assert worth(record("code", rejected=8)) == 1
+    assert worth.states_weight("acme.code", "r1") == 1, "trainers do not learn from tenants"
+
+
+def test_record_of_several_trainers_has_the_largest_share():
+    reports = Reports(
+        general=Training(states_wanted=0.05, account=FundReport(worth=8)),
+        code=Training(states_wanted=1.0, account=FundReport(worth=2)),
+    )
+    worth = worth_of(reports, domains="all", extra_domains=["code"])
+    for domain in ("general", "code", "sql"):
+        assert worth(record(domain, rejected=8)) == 1
+        assert all(worth.states_weight(domain, f"r{number}") == 1 for number in range(100))
