@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from osd.economy.effect import KNOWN_WIDTH, jackknife, log_ratio, ridge, without_each
@@ -59,15 +60,15 @@ class ServedVersion:
         return math.expm1(self.low if self.log > 0 else self.log) * self.busy
 
 
-@dataclass
-class Fund:
+class Fund(msgspec.Struct):
     """Account of one domain's training, in core seconds.
 
     A *slice* is the training from one candidate version to the next. A gain is *certain* if the lower bound of the
     logarithm of the speed-up is above 0. An *alarm* is a detected drift of the traffic.
 
     Attributes:
-        version: mean CPU seconds of a slice, with ``VERSION_SECONDS`` as the first value.
+        mean_slice: mean CPU seconds of a slice, with ``VERSION_SECONDS`` as the first value; checkpoints name it
+            ``version``.
         busy: core seconds that replicas computed for the domain.
         spent: CPU seconds of training times their price, plus core seconds that were lost to training.
         earlier: certain savings of versions that no longer serve, in core seconds.
@@ -82,7 +83,7 @@ class Fund:
         promised: sum of the logarithms that the gates of these versions promised.
     """
 
-    version: float = VERSION_SECONDS
+    mean_slice: float = msgspec.field(default=VERSION_SECONDS, name="version")
     busy: float = 0.0
     spent: float = 0.0
     earlier: float = 0.0
@@ -91,7 +92,7 @@ class Fund:
     slice: float = 0.0
     paid: float = 0.0
     base: int = 0
-    versions: list[ServedVersion] = field(default_factory=list)
+    versions: list[ServedVersion] = msgspec.field(default_factory=list)
     measured: float = 0.0
     promised: float = 0.0
 
@@ -136,7 +137,7 @@ class Fund:
     def end_slice(self) -> None:
         """End the current slice with a candidate, whose gain is not certain yet."""
         self.slices += 1
-        self.version += (self.slice - self.version) / (self.slices + 1)
+        self.mean_slice += (self.slice - self.mean_slice) / (self.slices + 1)
         self.fruitless += self.paid > self.slice / 2
         self.slice = self.paid = 0.0
 
@@ -198,8 +199,8 @@ def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> De
     ``price`` is that of a CPU second, 0 if free; ``max_loss`` the share of the busy seconds that training may lose; and
     ``begun`` whether the fund covered this slice when it began.
     """
-    left = price * fund.version + max_loss * fund.busy + fund.certain / 2 - fund.spent
-    rest = max(fund.version - fund.slice, 0.0)
+    left = price * fund.mean_slice + max_loss * fund.busy + fund.certain / 2 - fund.spent
+    rest = max(fund.mean_slice - fund.slice, 0.0)
     needed = 0.0 if begun else price * rest * 2.0 ** min(fund.fruitless, _MOST_DOUBLINGS)
     return Decision(not price or begun or left >= needed, left, needed)
 

@@ -221,6 +221,14 @@ def test_fund_survives_a_checkpoint():
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(fund)), Fund) == fund
 
 
+def test_checkpoint_names_the_mean_slice_version():
+    fund = Fund()
+    fund.learn(45.0, 1.0)
+    fund.end_slice()
+    assert fund.mean_slice == (training.VERSION_SECONDS + 45.0) / 2
+    assert msgspec.to_builtins(fund)["version"] == fund.mean_slice
+
+
 def test_forecast_scales_the_promise_by_measured_gains():
     assert forecast(Fund(), None, 0.0) == math.inf
     assert forecast(Fund(), 0.1, 2.0) == pytest.approx(0.2)
