@@ -81,6 +81,18 @@ def test_clients_share_a_recall_table_if_configured(target_dir: Path, shared: bo
     assert (accepted["again b"] > accepted["hers"]) is shared
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_sources_show_text_of_others_only_if_shared(target_dir: Path, shared: bool) -> None:
+    prompt = prompts([21], seed=6)[0]
+    growth = BestFirstSettings(governed=False)
+    with running(target_dir, drafter=Recall(), growth=growth, shared=shared) as client:
+        for name in ("a", "b"):
+            client.submit(name, prompt, 24, ignore_eos=True, capture=True, sources=True, client=name)
+            client.wait()
+        recalled = {name: result.sources.count("recall") for name, result in client.results.items()}
+    assert (recalled["b"] > recalled["a"]) is shared
+
+
 def test_draft_during_prompt_reading_keeps_output(target_dir: Path, oracle: Oracle) -> None:
     """The budget covers all running sequences, although few of them have rows in this step."""
     long = prompts([60, 61, 62], seed=3)
