@@ -257,12 +257,13 @@ local now = redis.call('TIME')
 if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[2]) then
   redis.call('SET', KEYS[2], 1, 'PX', ARGV[2])
 end
-local oldest = now[1] * 1000 + now[2] / 1000 - ARGV[1]
+local milliseconds = now[1] * 1000 + now[2] / 1000
 local fields = redis.call('HGETALL', KEYS[1])
 local fresh = {}
 for i = 1, #fields, 2 do
   local space = string.find(fields[i + 1], ' ', 1, true)
-  if tonumber(string.sub(fields[i + 1], 1, space - 1)) < oldest then
+  -- A report from the future was written before the clock was set back.
+  if math.abs(milliseconds - tonumber(string.sub(fields[i + 1], 1, space - 1))) > tonumber(ARGV[1]) then
     redis.call('HDEL', KEYS[1], fields[i])
   else
     fresh[#fresh + 1] = fields[i]

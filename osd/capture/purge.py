@@ -108,8 +108,7 @@ class Purges(RedisClient):
         None stands for a member that left, never reported, or did not report since Redis's clock was set back.
         """
         left: Any = self._client.pttl(_key(member))
-        age = _age(left)
-        return None if math.isinf(age) else age
+        return None if left <= 0 or math.isinf(age := _age(left)) else age
 
     def members(self) -> dict[Member, float]:
         """Return the members of the last day that did not leave, with the seconds since the last heartbeat of each.
@@ -136,9 +135,11 @@ def _key(member: Member) -> str:
 def _age(left_ms: int) -> float:
     """Return the seconds since a heartbeat from the time to live of its key; infinity if they are unknown.
 
-    A key lives longer than ``_KNOWN_MS`` only if Redis's clock was set back after the heartbeat.
+    A key lives longer than ``_KNOWN_MS`` only if Redis's clock was set back after the heartbeat. Corrections of less
+    than ``ALIVE_SECONDS`` do not count.
     """
-    return (_KNOWN_MS - left_ms) / 1000 if 0 < left_ms <= _KNOWN_MS else math.inf
+    age = (_KNOWN_MS - left_ms) / 1000
+    return max(age, 0.0) if age > -ALIVE_SECONDS else math.inf
 
 
 def _parse_member(text: str) -> Member:

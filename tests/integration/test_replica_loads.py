@@ -41,6 +41,15 @@ def test_replica_is_dropped_after_two_silent_seconds(
     assert 0 < redis_client.pttl(KEY) <= EXPIRY_MS, "the key goes with the last replica"
 
 
+def test_report_from_before_a_backward_clock_jump_is_dropped(loads: ReplicaLoads, redis_client: redis.Redis):
+    for name, jump in (("dead", 3_600_000), ("alive", 500)):
+        loads.report(name, BUSY)
+        let_time_pass(redis_client, KEY, name, -jump)
+    assert loads.read() == {"alive": BUSY}
+    loads.report("dead", IDLE)
+    assert loads.read().keys() == {"alive", "dead"}
+
+
 def test_replica_is_kept_for_two_seconds_after_a_report(monkeypatch, loads, redis_client):
     monkeypatch.setattr(replica_loads, "EXPIRY_MS", 60_000)
     loads.report("slow", BUSY)
