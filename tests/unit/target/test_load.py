@@ -251,7 +251,7 @@ def test_target_directory_passes_revision_and_home(tmp_path, monkeypatch, tiny_t
     calls, steps = [], []
     monkeypatch.setattr(load, "resolve", lambda *given: calls.append(given) or tiny_target)
     target_directory(Settings(home=tmp_path, target={"source": "some/model", "revision": "v1"}), steps.append)
-    assert calls == [("some/model", tmp_path, steps.append, "v1")]
+    assert calls == [("some/model", tmp_path, steps.append, "v1", True)]
 
 
 def test_resolve_tokenizer_fetches_no_weights(quantised, tiny_target, tmp_path, monkeypatch):
