@@ -14,10 +14,12 @@ from osd.config import DSparkSettings, TrainerSettings
 from osd.drafting import DrafterError, from_config, initial
 from osd.drafting.dspark.drafter import DSpark, mask_id
 from osd.drafting.dspark.initial import sizes_of_heads
+from osd.drafting.session import CommittedTokens, Runtime
 from osd.learning.batch import collate
 from osd.learning.distiller import Distiller
 from osd.learning.objective import DistillationObjective
 from osd.target.model import load_model
+from osd.verification.tree import ROOT, TreeBuilder
 from tests.tiny import make_tiny
 from tests.unit.drafting.sequences import (
     HIDDEN,
@@ -227,3 +229,16 @@ def test_head_state_reads_no_token_after_its_own(dspark: DSpark) -> None:
         changed[0, 12 - depth :] += 1
         again = dspark.drafted_states(dataclasses.replace(batch, token_ids=other, hidden=changed), fed, BLOCK - 1)
         torch.testing.assert_close(again[depth - 1], state)
+
+
+@torch.no_grad()
+def test_block_ends_at_the_places_of_its_slot(dspark: DSpark) -> None:
+    """A slot has room for a draft of one token, although the tree and the block could be larger."""
+    tokens, hidden = random_texts(dspark, 1)
+    session, context = dspark.session(Runtime(1, 6, 2)), 6
+    session.open(0, int(tokens[0, 0]))
+    session.commit(0, CommittedTokens(tokens[0, 1:context].tolist(), hidden[0, : context - 1]))
+    builder, root = TreeBuilder(1, 8, session.support), torch.zeros(1, dtype=torch.int64)
+    logits = session.expand([0], builder, root, root + ROOT)
+    goal = dspark.unroll(at_places(tokens, hidden, [(0, context)]), 1)[0]
+    assert_close(logits, goal, 0.02)
