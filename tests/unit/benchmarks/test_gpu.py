@@ -54,7 +54,7 @@ def test_step_with_figures_is_skipped(monkeypatch, tmp_path: Path, capsys):
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "forward-1b") == 0
     assert capsys.readouterr().out == ""
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "backward") == 2
-    assert "no step backward; the steps are tests, equality-eagle" in capsys.readouterr().err
+    assert "no step backward; the steps are tests, equality-dspark" in capsys.readouterr().err
     assert run(monkeypatch, "--out", str(tmp_path), "--steps", "forward-1b,tests", "--seconds", "1") == 3
     assert capsys.readouterr().out == "no time was left for tests; run the same command to continue\n"
 
