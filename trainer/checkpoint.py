@@ -145,7 +145,7 @@ class Checkpoints:
             save(self._path, tensors, state, self._lease.held())
         except OSError as error:
             if not self._refused:
-                logger.error("the checkpoint cannot be written, the previous checkpoint stays: %s", error)
+                logger.error("the checkpoint cannot be written, the previous checkpoint is kept: %s", error)
             self._refused = True
             return False
         self._refused = False

@@ -178,7 +178,7 @@ def _node_findings(settings: Settings, asks_redis: bool, end: float) -> Iterator
 def _ray_problem(error: Exception) -> str:
     says = " ".join(str(error).split())[:300]
     if "Version mismatch" in says:
-        return f"Ray or Python of this node is not that of the cluster: {_SAME_IMAGE} ({says})"
+        return f"this node and the cluster have different versions of Ray or Python: {_SAME_IMAGE} ({says})"
     return f"Ray of this node does not answer: {says}"
 
 
@@ -238,7 +238,7 @@ def _report(task: Any, seconds: float, written: Path) -> NodeReport | str:
 
 
 def _difference(report: NodeReport) -> str:
-    """Return the first version of a node that is not that of this node, "" if all are the same."""
+    """Return the first version in which a node differs from this node, "" if all are equal."""
     for name, here in versions().items():
         if (there := report.versions.get(name)) != here:
             return f"{name} {there}, and here {name} {here}"

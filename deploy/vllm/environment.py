@@ -64,7 +64,7 @@ class VllmEnvironment:
 
 
 def has_nvidia() -> bool:
-    """Return whether this machine has a GPU from NVIDIA, whatever PyTorch is installed."""
+    """Return whether this machine has a GPU from NVIDIA, with or without a PyTorch that supports it."""
     return _NVIDIA.exists()
 
 

@@ -98,8 +98,8 @@ def explained(training: Training | None, silence: float | None = None) -> list[t
     """
     if training is None:
         return []
-    beside = training.beside_seconds + training.slowed_seconds
-    cost = f"{training.cost:,.0f} core seconds, {beside:,.0f} of them while requests ran"
+    under_load = training.beside_seconds + training.slowed_seconds
+    cost = f"{training.cost:,.0f} core seconds, {under_load:,.0f} of them while requests ran"
     lines = [("trainer", _activity(training, silence)), ("training cost", cost)]
     account = training.account
     if account is None:

@@ -22,7 +22,7 @@ from osd.engine.step import SequenceOutcome, StepOutcome
 from osd.engine.step_plan import ScheduledSequence
 from osd.verification.tree import ROOT
 
-_PROLONGED = 1.1  # longest step, as a multiple of a step without the drafts of worse priorities
+_LONGEST_STEP = 1.1  # with drafts of worse priorities, as a multiple of a step without them
 
 MAX_NODES = 64
 """Maximum number of draft nodes of a step, if drafts are priced."""
@@ -69,7 +69,9 @@ class Planner:
         if not self._governed:
             return limits, missed, None
         rows, ends = sum(entry.rows for entry in scheduled), sum(entry.ends for entry in scheduled)
-        self._limit_worse(limits, min((entry.sequence.request.priority for entry in scheduled), default=0), rows)
+        self._limit_worse_priorities(
+            limits, min((entry.sequence.request.priority for entry in scheduled), default=0), rows
+        )
         if self._policy.growth.is_priced:
             rows += sum(limit for s, limit in limits.items() if s.policy is not self._policy)
             max_rows = max(rows + min(sum(limits.values()), MAX_NODES), running)
@@ -90,12 +92,12 @@ class Planner:
                 rows += limits[s]
         return limits, missed, None
 
-    def _limit_worse(self, limits: dict[SequenceState, int], best: int, rows: int) -> None:
+    def _limit_worse_priorities(self, limits: dict[SequenceState, int], best: int, rows: int) -> None:
         """Limit drafts with a worse priority than ``best``, because they make a step of ``rows`` rows longer."""
         worse = [s for s, limit in limits.items() if limit and s.request.priority > best]
         if worse:
             seconds = self.costs.steps(rows + sum(limits[s] for s in worse))
-            spare = int(np.searchsorted(seconds, _PROLONGED * seconds[rows], side="right")) - 1 - rows
+            spare = int(np.searchsorted(seconds, _LONGEST_STEP * seconds[rows], side="right")) - 1 - rows
             for s in worse:
                 limits[s] = min(limits[s], spare // len(worse))
 

@@ -56,7 +56,7 @@ def load_ends(directory: Path) -> nn.Module:
 
 
 def read_ends(directory: Path) -> TargetEnds:
-    """Return embedding and head by the usual names of their weights, whatever the layers are.
+    """Return embedding and head by the usual names of their weights, for layers of any kind.
 
     Raises:
         TargetError: the files have no such weight, or more than one; or see ``check_sizes``.

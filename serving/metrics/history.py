@@ -86,7 +86,7 @@ class MetricsHistory:
         newest = self._newest
         if newest is None or newest.time < int(time):
             if newest is not None:
-                self._complete.append(self._sharing(newest.merged()))
+                self._complete.append(self._with_shared_names(newest.merged()))
             newest = self._newest = _NewestSecond(int(time))
         newest.gauges[replica] = {
             key: value for key, value in gauges.items() if isinstance(key, str) and key in REMEMBERED
@@ -105,7 +105,7 @@ class MetricsHistory:
         if len(self._names) > _NAMES:
             self._names = {}
 
-    def _sharing(self, second: Second) -> Second:
+    def _with_shared_names(self, second: Second) -> Second:
         if len(self._sets) > HISTORY_SECONDS:
             self._sets = {}
         return replace(second, names=self._sets.setdefault(second.names, second.names))

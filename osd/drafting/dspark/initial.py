@@ -25,7 +25,7 @@ def fill(weights: dict[str, nn.Parameter], shape: DSparkShape, target: nn.Module
 
     The layers are copies of the target's last ones if the shapes agree. Queries and keys have the size that they have
     there. The highest tap passes through the fusing layer. W1 is a random projection of the target's embedding, so that
-    similar tokens start alike. W2 is 0, so a new Markov head adds nothing.
+    similar tokens get similar rows. W2 is 0, so a new Markov head adds nothing.
     """
     first = text_config(target).num_hidden_layers - shape.layers
     sizes = sizes_of_heads(whole, range(first, first + shape.layers), shape.head_dim)

@@ -76,7 +76,7 @@ class Eagle(LayerDrafter[EagleShape], VocabularyDrafter):
 
     @classmethod
     def from_ends(cls, target: nn.Module, vocabulary: int) -> Self:
-        """Make the first drafter of ``target``, of which only embedding and head are known; its layer is random.
+        """Make the first drafter of ``target``, which has only its embedding and head; the layer is random.
 
         Raises:
             DrafterError: the target is too small for three taps.
