@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,23 +15,37 @@ from osd.engine.request import Request
 from osd.runtime.top import Top
 
 
-def _arrays(tops: list[Top]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids and log-probabilities [n, k] and tails [n] of n positions, with one copy from the device for each."""
-    ids, logp, tail = (torch.stack(parts) for parts in zip(*((t.ids, t.logp, t.tail) for t in tops), strict=True))
-    return ids.int().cpu().numpy(), logp.half().cpu().numpy(), tail.half().cpu().numpy()
+class _Tops:
+    """Distributions of consecutive positions."""
+
+    def __init__(self) -> None:
+        self._parts: list[Top] = []
+
+    def add(self, top: Top) -> None:
+        """Add the distributions of the next positions."""
+        self._parts.append(top)
+
+    def take(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Remove the first ``count`` distributions, at least 1; return their ids and log-probabilities, and tails."""
+        joined = Top(*(torch.cat(parts) for parts in zip(*(_fields(top) for top in self._parts), strict=True)))
+        first = joined.part(0, count)
+        self._parts = [joined.part(count, len(joined.tail))]
+        return first.ids.int().cpu().numpy(), first.logp.half().cpu().numpy(), first.tail.half().cpu().numpy()
 
 
-@dataclass
-class _Position:
-    """Record of one generated token."""
+def _fields(top: Top) -> tuple[Tensor, Tensor, Tensor]:
+    return top.ids, top.logp, top.tail
+
+
+class _Position(NamedTuple):
+    """Record of one generated token; its distributions are kept apart from it."""
 
     token: int
-    target: Top
-    draft: Top | None
     drafted: int
     source: str
     verdict: int
-    after: Top | None = None  # of the target, after the rejected token
+    has_draft: bool  # the drafter's distribution was added
+    has_after: bool  # the target's distribution after a rejected token was added
 
 
 @dataclass
@@ -54,6 +69,9 @@ class TraceBuilder:
     _context: list[int] = field(default_factory=list)
     _hidden: list[Tensor] = field(default_factory=list)
     _positions: list[_Position] = field(default_factory=list)
+    _target: _Tops = field(default_factory=_Tops)
+    _draft: _Tops = field(default_factory=_Tops)
+    _after: _Tops = field(default_factory=_Tops)
 
     def __post_init__(self) -> None:
         """Begin the context with the prompt."""
@@ -93,17 +111,19 @@ class TraceBuilder:
             accepted: number of accepted draft tokens.
             after: [1] distribution of the target after the rejected draft token, if it is recorded.
         """
-        for i, token in enumerate(tokens):
-            target_top = Top(target.ids[i], target.logp[i], target.tail[i])
-            if i >= len(drafted):
-                self._positions.append(_Position(token, target_top, None, -1, "", NOT_DRAFTED))
-                continue
-            draft_top = None if draft is None else Top(draft.ids[i], draft.logp[i], draft.tail[i])
-            if i < accepted:
-                self._positions.append(_Position(token, target_top, draft_top, *drafted[i], ACCEPTED))
-            else:
-                rejected_top = None if after is None else Top(after.ids[0], after.logp[0], after.tail[0])
-                self._positions.append(_Position(token, target_top, draft_top, *drafted[i], REJECTED, rejected_top))
+        self._target.add(target)
+        tested = drafted[: len(tokens)]
+        if draft is not None:
+            self._draft.add(draft.part(0, len(tested)))
+        for i, (token, (candidate, source)) in enumerate(zip(tokens, tested, strict=False)):
+            verdict = ACCEPTED if i < accepted else REJECTED
+            rejected = after if verdict == REJECTED else None
+            if rejected is not None:
+                self._after.add(rejected)
+            has_draft, has_after = draft is not None, rejected is not None
+            self._positions.append(_Position(token, candidate, source, verdict, has_draft, has_after))
+        rest = tokens[len(tested) :]
+        self._positions += [_Position(token, -1, "", NOT_DRAFTED, False, False) for token in rest]
 
     def full(self) -> bool:
         """Return whether a segment is complete."""
@@ -123,17 +143,17 @@ class TraceBuilder:
             return None
         hidden = torch.cat(self._hidden) if self._hidden else None  # [P + C - 1 or more, taps * hidden]
         needed = len(self._context) + len(positions) - 1
-        target_ids, target_logp, target_tail = _arrays([p.target for p in positions])
-        tested = [i for i, p in enumerate(positions) if p.draft is not None]
-        drafts = [p.draft for p in positions if p.draft is not None]
-        depth = len(drafts[0].ids) if drafts else 0
+        target_ids, target_logp, target_tail = self._target.take(len(positions))
+        tested = [i for i, p in enumerate(positions) if p.has_draft]
+        drafts = self._draft.take(len(tested)) if tested else None
+        depth = 0 if drafts is None else drafts[0].shape[1]
         draft_ids = np.full((len(positions), depth), -1, np.int32)
         draft_logp = np.zeros((len(positions), depth), np.float16)
         draft_tail = np.zeros(len(positions), np.float16)
-        if drafts:
-            draft_ids[tested], draft_logp[tested], draft_tail[tested] = _arrays(drafts)
-        afters = [p.after for p in positions if p.after is not None]
-        after = [Array.of(values) for values in _arrays(afters)] if afters else [None] * 3
+        if drafts is not None:
+            draft_ids[tested], draft_logp[tested], draft_tail[tested] = drafts
+        afters = sum(p.has_after for p in positions)
+        after = [Array.of(values) for values in self._after.take(afters)] if afters else [None] * 3
         sampling = self.request.sampling
         sources = tuple(dict.fromkeys(p.source for p in positions if p.source))
         index = {"": -1} | {source: number for number, source in enumerate(sources)}
