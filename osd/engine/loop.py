@@ -35,7 +35,7 @@ from osd.engine.step import (
     read,
 )
 from osd.engine.tracing import StatesWeight, Tracer, TraceSink
-from osd.runtime.device import several_cores
+from osd.runtime.device import several_cores, yield_to_others
 from osd.runtime.model import SlotModel, TargetLostError
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class DecodeLoop:
         """Decode until ``stopping``, and then cancel the remaining requests."""
         self.health.begin_work()
         try:
+            yield_to_others()
             several_cores(self._settings.engine.threads)
             max_rows = self._settings.engine.slots * (1 + self._policy.growth.max_nodes)
             self._slots.touch_memory(self._is_idle)
