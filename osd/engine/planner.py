@@ -22,7 +22,7 @@ from osd.engine.step import SequenceOutcome, StepOutcome
 from osd.engine.step_plan import ScheduledSequence
 from osd.verification.tree import ROOT
 
-_LONGEST_STEP = 1.1  # with drafts of worse priorities, as a multiple of a step without them
+_LONGEST_STEP = 1.1  # with rows of worse priorities, as a multiple of a step without them
 
 MAX_NODES = 64
 """Maximum number of draft nodes of a step, if drafts are priced."""
@@ -100,6 +100,11 @@ class Planner:
             spare = int(np.searchsorted(seconds, _LONGEST_STEP * seconds[rows], side="right")) - 1 - rows
             for s in worse:
                 limits[s] = min(limits[s], spare // len(worse))
+
+    def bears(self, rows: int, more: int) -> bool:
+        """Return whether ``more`` rows of worse priority hardly prolong a step of ``rows`` rows without drafts."""
+        seconds = self.costs.steps(rows + more)
+        return bool(seconds[rows + more] <= _LONGEST_STEP * seconds[rows])
 
     def chunk(self, decoding: int, reading: int, limit: int) -> int:
         """Return the number of prompt tokens that a step reads, at most ``limit``.

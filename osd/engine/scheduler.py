@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from dataclasses import replace
 from itertools import count, groupby
 
 from osd.config import EngineSettings
@@ -16,6 +17,9 @@ from osd.engine.step_plan import ScheduledSequence, StepPlan
 from osd.engine.tracing import Tracer
 
 log = logging.getLogger(__name__)
+
+_MOST_WAITS = 3
+"""Steps in a row in which sequences of worse priority wait, as ``docs/scheduling.md`` promises."""
 
 
 class Scheduler:
@@ -51,7 +55,7 @@ class Scheduler:
         self.cached_tokens = self.preemptions = 0
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
-        self._numbers, self._version_changes = count(), 0
+        self._numbers, self._version_changes, self._waits = count(), 0, 0
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence behind the waiting sequences of its priority."""
@@ -142,40 +146,55 @@ class Scheduler:
         The length of the read prompts is limited to a chunk, and further if sequences would wait too long that decode
         with the same priority as a prompt, or run with a better one. With the prefix cache, only one sequence reads a
         beginning that several prompts of a client share, for example for ``n`` answers; the others wait for it. Tokens
-        that a grammar forces are drafted without a drafter, also after a prompt.
+        that a grammar forces are drafted without a drafter, also after a prompt. Sequences of worse priority that would
+        prolong the step wait, but at most ``_MOST_WAITS`` steps in a row.
         """
-        readers = sum(not s.decoding for s in self.running)
         scheduled: list[ScheduledSequence] = []
-        reading: list[ScheduledSequence] = []
-        read = better = 0
+        better = 0
+        waits = False
         for _, group in groupby(sorted(self.running, key=_order), key=lambda s: s.request.priority):
             sequences = list(group)
-            slowed = better + sum(s.decoding for s in sequences)
-            limit = self._planner.chunk(slowed, readers, self._settings.prefill_chunk) if readers else 0
-            for s in sequences:
-                if s.decoding:
-                    scheduled.append(self._scheduled(s, 1, speculate))
-                elif read < limit and not any(reader.reads_for(s) for reader in reading):
-                    count = min(limit - read, len(s.tokens) - s.fed)
-                    read += count
-                    scheduled.append(self._scheduled(s, count, speculate))
-                    if self._settings.prefix_cache:
-                        reading.append(scheduled[-1])
+            entries = self._entries(sequences, better, scheduled)
             better += len(sequences)
+            rows, more = (sum(entry.rows for entry in part) for part in (scheduled, entries))
+            if rows and self._waits < _MOST_WAITS and not self._planner.bears(rows, more):
+                waits = True
+            else:
+                scheduled += [self._forced(entry) for entry in entries] if speculate else entries
+        self._waits = self._waits + 1 if waits else 0
         if not speculate or self._pool is None:
             return StepPlan(scheduled, {}, {})
         limits = self._planner.limits(scheduled, len(self.running))
         return StepPlan(scheduled, *limits, drafts=self._planner.drafts)
 
-    def _scheduled(self, s: SequenceState, count: int, speculate: bool) -> ScheduledSequence:
-        """Schedule ``count`` tokens of a sequence, and the tokens that its grammar forces after them.
+    def _entries(
+        self, sequences: list[SequenceState], better: int, scheduled: list[ScheduledSequence]
+    ) -> list[ScheduledSequence]:
+        """Return the inputs of sequences of one priority, beside ``scheduled`` ones of ``better`` running sequences."""
+        readers = sum(not s.decoding for s in self.running)
+        slowed = better + sum(s.decoding for s in sequences)
+        limit = self._planner.chunk(slowed, readers, self._settings.prefill_chunk) if readers else 0
+        reading = [entry for entry in scheduled if not entry.sequence.decoding]
+        read = sum(entry.count for entry in reading)
+        entries: list[ScheduledSequence] = []
+        for s in sequences:
+            if s.decoding:
+                entries.append(_scheduled(s, 1))
+            elif read < limit and not (self._settings.prefix_cache and any(reader.reads_for(s) for reader in reading)):
+                entries.append(_scheduled(s, min(limit - read, len(s.tokens) - s.fed)))
+                reading.append(entries[-1])
+                read += entries[-1].count
+        return entries
+
+    def _forced(self, entry: ScheduledSequence) -> ScheduledSequence:
+        """Return the input of a sequence with the tokens that its grammar forces after it.
 
         Forced tokens are always accepted, so that the planner does not limit them.
         """
-        ends, forced = s.fed + count == len(s.tokens), []
-        if speculate and ends and s.constraint is not None and s.request.speculate:
-            forced = s.constraint.forced(min(s.remaining - 1, self._settings.max_draft))
-        return ScheduledSequence(s, s.fed, count, ends, forced)
+        s = entry.sequence
+        if s.constraint is None or not entry.ends or not s.request.speculate:
+            return entry
+        return replace(entry, forced=s.constraint.forced(min(s.remaining - 1, self._settings.max_draft)))
 
     def _take_cached(self, s: SequenceState, start: int) -> None:
         """Count the prompt tokens from ``start`` on that came from the prefix cache, and pass them to the drafters."""
@@ -232,6 +251,10 @@ class Scheduler:
             self.waiting.remove(s)
         elif s in self.running:
             self.release(s, forget)
+
+
+def _scheduled(s: SequenceState, count: int) -> ScheduledSequence:
+    return ScheduledSequence(s, s.fed, count, ends=s.fed + count == len(s.tokens))
 
 
 def _order(s: SequenceState) -> tuple[int, int]:

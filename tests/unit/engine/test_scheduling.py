@@ -120,27 +120,42 @@ def test_prompt_chunk_grows_with_waiting_readers() -> None:
     assert chunks[0] == chunks[1] < chunks[2] < chunks[3]
 
 
-def test_prompt_waits_only_for_its_priority_and_better_ones() -> None:
-    rows = planner({1: 1.0, 2: 2.0, 68: 68.0})
+def reads(costs: dict[int, float], **sequences: tuple[int, int]) -> list[dict[str, int]]:
+    """Return the planned tokens in each of five steps.
+
+    ``sequences`` are their priority and the tokens of their prompt, 0 if they decode.
+    """
     scheduler = Scheduler(
-        EngineSettings(prefill_chunk=64, prefix_cache=False), *cast(Any, (None, rows, None, None, None))
+        EngineSettings(prefill_chunk=64, prefix_cache=False), *cast(Any, (None, planner(costs), None, None, None))
     )
+    scheduler.running = [
+        cast(Any, SimpleNamespace(
+            name=name, decoding=not prompt, tokens=[1] * max(prompt, 1), fed=0, constraint=None, number=number,
+            request=Request(name, (1,), 9, priority=priority),
+        ))
+        for number, (name, (priority, prompt)) in enumerate(sequences.items())
+    ]  # fmt: skip
+    plans = [scheduler.plan(speculate=False).sequences for _ in range(5)]
+    return [{cast(Any, part.sequence).name: part.count for part in plan} for plan in plans]
 
-    def reads(**sequences: tuple[int, int]) -> dict[str, int]:
-        """Return the planned tokens of sequences, given (priority, tokens of the prompt), 0 if it decodes."""
-        scheduler.running = [
-            cast(Any, SimpleNamespace(
-                name=name, decoding=not prompt, tokens=[1] * max(prompt, 1), fed=0, constraint=None, number=number,
-                request=Request(name, (1,), 9, priority=priority),
-            ))
-            for number, (name, (priority, prompt)) in enumerate(sequences.items())
-        ]  # fmt: skip
-        return {cast(Any, part.sequence).name: part.count for part in scheduler.plan(speculate=False).sequences}
 
-    assert reads(decoding=(0, 0), prompt=(0, 60)) == {"decoding": 1, "prompt": 4}
-    assert reads(decoding=(0, 0), prompt=(1, 60)) == {"decoding": 1, "prompt": 4}
-    assert reads(decoding=(1, 0), prompt=(0, 60)) == {"decoding": 1, "prompt": 60}
-    assert reads(late=(1, 60), early=(0, 3)) == {"early": 3, "late": 1}, "a worse priority reads what remains"
+ROWS_COST, ROWS_ARE_FREE = {1: 1.0, 2: 2.0, 68: 68.0}, {1: 1.0, 68: 1.01}
+
+
+def test_prompt_waits_only_for_its_priority_and_better_ones() -> None:
+    assert reads(ROWS_COST, decoding=(0, 0), prompt=(0, 60)) == [{"decoding": 1, "prompt": 4}] * 5
+    assert reads(ROWS_COST, decoding=(1, 0), prompt=(0, 60)) == [{"prompt": 60, "decoding": 1}] * 5
+    assert reads(ROWS_ARE_FREE, decoding=(1, 0), prompt=(0, 60)) == [{"decoding": 1, "prompt": 60}] * 5
+    assert reads(ROWS_ARE_FREE, late=(1, 61), early=(0, 3)) == [{"early": 3, "late": 61}] * 5
+
+
+@pytest.mark.parametrize("late", [(1, 0), (1, 60)], ids=["decodes", "reads"])
+def test_worse_priority_waits_three_steps_where_it_prolongs_them(late: tuple[int, int]) -> None:
+    alone, together = {"early": 1}, {"early": 1, "late": 4 if late[1] else 1}
+    assert reads(ROWS_COST, late=late, early=(0, 0)) == [alone, alone, alone, together, alone]
+    assert reads(ROWS_COST, late=(1, 0), later=(2, 0), early=(0, 0))[3].keys() == {"early", "late", "later"}
+    assert reads(ROWS_ARE_FREE, late=(1, 0), early=(0, 0)) == [{"early": 1, "late": 1}] * 5
+    assert reads(ROWS_COST, late=late) == [{"late": late[1] or 1}] * 5, "alone, any priority is the best"
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(1e-6, 20, 20), (1e-2, 4, 5), (1.0, 0, 0)])
