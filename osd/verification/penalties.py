@@ -118,24 +118,27 @@ class Penalties:
         # [B] index among the S sequences that need a change, -1 for the other sequences.
         self._place = torch.full((len(settings),), -1, device=device)
         self._place[chosen] = torch.arange(len(chosen), device=device)
-        ids, facts, rates = [], [], []
-        for index in chosen:
-            s = settings[index]
-            # Only the repetition penalty depends on the prompt.
-            prompt, output = prompts[index] if s.repetition_penalty != 1 else (), outputs[index]
-            token_ids, token_facts = _facts(s.logit_bias, prompt, output if changes_logits(s) else ())
-            ids.append(token_ids)
-            facts.append(token_facts)
-            rates.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
-        self._ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(device)  # [S, L]
-        self._facts = pad_sequence(facts, batch_first=True).to(device)  # [S, L, 3]
-        self._rates = torch.tensor(rates, dtype=torch.float64, device=device)  # [S, 3]
-        held_back = [withheld[index] for index in chosen]
-        ends = [torch.tensor(sorted(tokens.ids) if tokens else []).long() for tokens in held_back]
-        self._ends = pad_sequence(ends, batch_first=True, padding_value=-1).to(device)  # [S, E]
-        self._early = torch.tensor([tokens.early if tokens else 0 for tokens in held_back], device=device)  # [S]
         self._constraints = [constraints[index] for index in chosen]
         self._rated = any(changes_logits(settings[index]) for index in chosen)
+        if self._rated:
+            ids, facts, rates = [], [], []
+            for index in chosen:
+                s = settings[index]
+                # Only the repetition penalty depends on the prompt.
+                prompt, output = prompts[index] if s.repetition_penalty != 1 else (), outputs[index]
+                token_ids, token_facts = _facts(s.logit_bias, prompt, output if changes_logits(s) else ())
+                ids.append(token_ids)
+                facts.append(token_facts)
+                rates.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
+            self._ids = pad_sequence(ids, batch_first=True, padding_value=-1).to(device)  # [S, L]
+            self._facts = pad_sequence(facts, batch_first=True).to(device)  # [S, L, 3]
+            self._rates = torch.tensor(rates, dtype=torch.float64, device=device)  # [S, 3]
+        held_back = [withheld[index] for index in chosen]
+        self._withholds = any(held_back)
+        if self._withholds:
+            ends = [torch.tensor(sorted(tokens.ids) if tokens else []).long() for tokens in held_back]
+            self._ends = pad_sequence(ends, batch_first=True, padding_value=-1).to(device)  # [S, E]
+            self._early = torch.tensor([tokens.early if tokens else 0 for tokens in held_back], device=device)  # [S]
 
     def adjust(
         self,
@@ -167,7 +170,8 @@ class Penalties:
         if any(self._constraints):
             constraints = [self._constraints[owner] for owner in owners.tolist()]
             forbid(changed, at.tolist(), constraints, path.tolist(), support)
-        self._withhold(changed, at, owners, (path >= 0).sum(1), support)
+        if self._withholds:
+            self._withhold(changed, at, owners, (path >= 0).sum(1), support)
         return changed
 
     def _penalise(self, changed: Tensor, at: Tensor, owners: Tensor, path: Tensor, support: Tensor | None) -> None:
