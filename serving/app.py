@@ -103,12 +103,13 @@ class Server:
             tracing.close()
 
 
-def build(settings: Settings, redis_url: str) -> serve.Application:
+def build(settings: Settings, redis_url: str, tries: int = 3) -> serve.Application:
     """Return the application for ``serve.run(..., route_prefix="/")``.
 
     Args:
         settings: settings of the service.
         redis_url: the Redis with the pointer, the traces and the events.
+        tries: starts of a replica that fail before the deployment has failed.
 
     Raises:
         OSError: ``home`` cannot be written.
@@ -139,7 +140,7 @@ def build(settings: Settings, redis_url: str) -> serve.Application:
         ray_actor_options=actor,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        max_constructor_retry_count=3,  # most errors, such as a missing target, do not pass with time
+        max_constructor_retry_count=tries,  # most errors, such as a missing target, do not pass with time
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=settings.serving.drain_s + CLOSE_SECONDS,
         deployment_actors=[metrics],

@@ -67,7 +67,7 @@ def running(monkeypatch):
     def start(ray, replicas, **settings) -> LocalServe:
         monkeypatch.setattr("ray.serve.start", lambda **options: None)
         monkeypatch.setattr("ray.serve.run", lambda application, **options: replicas)
-        monkeypatch.setattr("serving.app.build", lambda settings, redis_url: None)
+        monkeypatch.setattr("serving.app.build", lambda settings, redis_url, tries: None)
         serve = LocalServe(ray, Settings(serving=settings))
         serve.start()
         serve.start_replicas("redis://127.0.0.1:1")
