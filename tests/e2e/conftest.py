@@ -123,6 +123,13 @@ def shake(weights: dict[str, torch.Tensor]) -> None:
             tensor += 0.05 * torch.randn_like(tensor)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let all tests that share a service run in one process; all other tests of a file stay together."""
+    for item in items:
+        shared = item.path.parent == Path(__file__).parent and "service" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("service" if shared else item.path.stem))
+
+
 @pytest.fixture(scope="package")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with running(tmp_path_factory.mktemp("service")) as service:
