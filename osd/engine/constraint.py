@@ -107,6 +107,7 @@ class GrammarConstraint:
             GrammarError: the allowed tokens cannot be computed, or the computation has taken too long.
         """
         self._committed.append(token)
+        self._grammar.tokens += 1
         self._masks = {path[1:]: mask for path, mask in self._masks.items() if path[:1] == (token,)}
         start = time.thread_time()
         self._matcher.consume_token(token)

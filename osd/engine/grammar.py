@@ -26,6 +26,9 @@ from osd.target.vocabulary import Vocabulary, VocabularyError
 MAX_CACHED_BYTES = 512 << 20
 """Memory of all cached grammars, at most; most grammars take a hundredth of their share."""
 
+SPACE_TOKENS = 2048
+"""Tokens of answers after which a grammar gets a new space for states: some grammars add states with each token."""
+
 _SEPARATOR = "\x02"  # merges with no other character, and the text after it does not begin a line or a word
 _NAMES = {
     "json": "JSON Schema",
@@ -43,9 +46,10 @@ class GrammarError(ValueError):
 class Grammar:
     """Compiled grammar: after each beginning of an answer it computes the allowed tokens.
 
-    All matchers share one space for computed states. When it is full, ``renew`` starts another one.
+    All matchers share one space for computed states. When it is full or old, another one is started.
 
     Attributes:
+        tokens: number of tokens that answers have added since the space is in use; the matchers' users count them.
         vocabulary: width of the target's logits.
         ends: tokens that end an answer.
     """
@@ -53,6 +57,7 @@ class Grammar:
     def __init__(self, vocabulary: int, ends: frozenset[int], make: Callable[[], LLMatcher]) -> None:
         self.vocabulary, self.ends, self._make = vocabulary, ends, make
         self._first, self._number, self._lock = make(), 0, threading.Lock()
+        self.tokens = 0
 
     def matcher(self) -> LLMatcher:
         """Return a matcher at the beginning of an answer; takes microseconds."""
@@ -67,7 +72,12 @@ class Grammar:
         """Replace the space with this number for later matchers; takes as long as a compilation."""
         with self._lock:
             if number == self._number:
-                self._first, self._number = self._make(), number + 1
+                self._first, self._number, self.tokens = self._make(), number + 1, 0
+
+    def refresh(self) -> None:
+        """Replace the space if ``SPACE_TOKENS`` tokens have used it; answers in progress keep theirs."""
+        if self.tokens >= SPACE_TOKENS:
+            self.renew(self._number)
 
 
 class GrammarCompiler:
@@ -99,7 +109,9 @@ class GrammarCompiler:
                     (_, oldest), _ = self._cached.popitem(last=False)
                     self._cached_bytes -= _max_bytes(oldest)
             self._cached.move_to_end((kind, text))
-            return self._cached[kind, text]
+            grammar = self._cached[kind, text]
+            grammar.refresh()
+            return grammar
 
     def close(self) -> None:
         """End the process that checks grammars, after a check in progress; a later check starts a new process."""

@@ -32,7 +32,7 @@ from osd.drafting.mixed import Mixed
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.session import Tree
 from osd.engine.constraint import GrammarConstraint, pruned
-from osd.engine.grammar import Grammar, GrammarCompiler, GrammarError, wrapped
+from osd.engine.grammar import SPACE_TOKENS, Grammar, GrammarCompiler, GrammarError, wrapped
 from osd.engine.grammar_check import BYTES_PER_CHARACTER, STATES_BYTES
 from osd.engine.health import MAX_FAILED_REQUESTS
 from osd.engine.planner import Planner
@@ -439,6 +439,20 @@ def test_full_grammar_space_is_renewed_for_later_answers() -> None:
     with pytest.raises(GrammarError):  # an answer that uses up too much space ends
         go_on()
     assert len(made) < 20
+
+
+def test_used_grammar_space_is_replaced_for_later_answers(grammars: GrammarCompiler) -> None:
+    grammar, (letter,) = grammars.compile("regex", "[a-c]*!"), ids("b")
+    running = GrammarConstraint(grammar)
+    for _ in range(SPACE_TOKENS - 1):
+        running.advance(letter)
+    assert grammars.compile("regex", "[a-c]*!").numbered()[0] == 0
+    GrammarConstraint(grammar).advance(letter)
+    assert [grammars.compile("regex", "[a-c]*!").numbered()[0] for _ in range(2)] == [1, 1]
+    for constraint in (running, GrammarConstraint(grammar)):
+        constraint.advance(letter)
+        mask = constraint.allowed(())
+        assert set(np.flatnonzero(mask).tolist()) == set(ids("abc!"))
 
 
 def test_checking_process_restarts_after_it_was_killed() -> None:
