@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -48,6 +49,14 @@ def test_greedy_output_matches_transformers(target_dir: Path, oracle: Oracle, ki
         )
         assert sum(total.histogram) == total.rounds
         assert sum(n * times for n, times in enumerate(total.histogram)) == total.accepted
+
+
+def test_threads_that_answer_clients_run_before_the_engine(target_dir: Path) -> None:
+    with running(target_dir) as client:
+        client.ask(prompts([3]), 1)
+        engine = next(thread for thread in threading.enumerate() if thread.name == "osd-engine")
+        niceness, here = (os.getpriority(os.PRIO_PROCESS, number or 0) for number in (engine.native_id, 0))
+    assert niceness == min(here + 5, 19)
 
 
 def greedy_run(oracle: Oracle) -> tuple[list[int], list[int]]:
