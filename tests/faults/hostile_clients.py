@@ -44,6 +44,11 @@ def ambiguous(letters: Iterable[str]) -> str:
     return "|".join(f"[a-zA-Z ,.]*{letter}[a-zA-Z ,.]{{200}}" for letter in letters)
 
 
+def choices(chance: random.Random) -> list[str]:
+    """Return a list of choices that takes some MB when it is compiled."""
+    return ["".join(chance.choices("abc", k=60)) for _ in range(1000)]
+
+
 class Client:
     """Hostile client; ``requests`` are generated requests and their ends."""
 
@@ -118,7 +123,7 @@ def complex_forms(client: Client) -> str:
         {"grammar": 'start: x\nx: x x | "a" | "b" | x "c" x'},
         {"json": {"type": "array", "items": {"type": "string", "pattern": "^([a-z]*a[a-z]{40})+$"}}},
         {"json": {"type": "object", "properties": properties}},
-        {"choice": ["".join(client.random.choices("abc", k=60)) for _ in range(1000)]},
+        {"choice": choices(client.random)},
     )
     text = "".join(client.random.choices("abcdef", k=8))
     form, stream = client.random.choice(forms), client.random.random() < 0.5

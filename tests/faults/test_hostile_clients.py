@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from string import ascii_uppercase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx2
 import psutil
@@ -170,9 +170,12 @@ def write_generated_requests(file: Path) -> None:
 def fill(up: Up) -> None:
     """Use all slots over their whole length, and fill the caches of forms."""
     chance = random.Random(0)  # noqa: S311
-    forms = [hostile_clients.ambiguous(chance.sample(ascii_uppercase, 16)) for _ in range(FORMS)]
+    forms: list[dict[str, Any]] = []
+    for _ in range(FORMS // 2):
+        forms.append({"regex": hostile_clients.ambiguous(chance.sample(ascii_uppercase, 16))})
+        forms.append({"choice": hostile_clients.choices(chance)})
     bodies = [{"prompt": f"{number}" * 450, "max_tokens": 100} for number in range(10, 10 + 4 * SLOTS)]
-    bodies += [{"prompt": form[-400:], "max_tokens": 64, "structured_outputs": {"regex": form}} for form in forms]
+    bodies += [{"prompt": "a" * 400, "max_tokens": 64, "structured_outputs": form} for form in forms]
     with ThreadPoolExecutor(2 * SLOTS) as pool:
         assert {answer.status_code for answer in pool.map(lambda body: up.complete(**body), bodies)} <= {200, 400}
 
