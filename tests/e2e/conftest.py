@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -148,6 +150,14 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+def _lasting_port() -> int:
+    """Return a free port that no outgoing connection takes until the proxy listens, because it is below their range."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))  # noqa: S311
+            return probe.getsockname()[1]
+
+
 @contextmanager
 def running(folder: Path, serving: Mapping[str, Any] = MappingProxyType({}), **drafter: Any) -> Iterator[Service]:
     """Run a service in ``folder``; ``serving`` and ``drafter`` add settings of these sections."""
@@ -159,7 +169,7 @@ def running(folder: Path, serving: Mapping[str, Any] = MappingProxyType({}), **d
         drafter={"trained": {"vocabulary": 128}, **drafter},
         growth={"governed": False},  # drafts do not pay on a tiny target
         serving={
-            "port": free_port(),
+            "port": _lasting_port(),
             "replicas": REPLICAS,
             "max_queue": 6,
             "body_timeout_s": 2,
