@@ -71,7 +71,7 @@ class LocalServe:
 
         import serving.app
 
-        application = serving.app.build(self._settings, redis_url, tries=1)  # somebody waits for the reason
+        application = serving.app.build(self._settings, redis_url, tries=1)  # the user waits for the error
         run = partial(serve.run, application, name="osd", route_prefix="/")
         try:
             self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)

@@ -170,7 +170,13 @@ class Scheduler:
     def _entries(
         self, sequences: list[SequenceState], better: int, scheduled: list[ScheduledSequence]
     ) -> list[ScheduledSequence]:
-        """Return the inputs of sequences of one priority, beside ``scheduled`` ones of ``better`` running sequences."""
+        """Return the inputs of sequences of one priority.
+
+        Args:
+            sequences: of the priority.
+            better: number of running sequences of better priority.
+            scheduled: inputs of these sequences in the step.
+        """
         readers = sum(not s.decoding for s in self.running)
         slowed = better + sum(s.decoding for s in sequences)
         limit = self._planner.chunk(slowed, readers, self._settings.prefill_chunk) if readers else 0

@@ -27,18 +27,14 @@ class _Tops:
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Remove the first ``count`` distributions, at least 1; return their ids and log-probabilities, and tails."""
-        joined = Top(*(torch.cat(parts) for parts in zip(*(_fields(top) for top in self._parts), strict=True)))
+        joined = Top.joined(self._parts)
         first = joined.part(0, count)
         self._parts = [joined.part(count, len(joined.tail))]
         return first.ids.int().cpu().numpy(), first.logp.half().cpu().numpy(), first.tail.half().cpu().numpy()
 
 
-def _fields(top: Top) -> tuple[Tensor, Tensor, Tensor]:
-    return top.ids, top.logp, top.tail
-
-
 class _Position(NamedTuple):
-    """Record of one generated token; its distributions are kept apart from it."""
+    """Record of one generated token, without its distributions."""
 
     token: int
     drafted: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,12 @@ class Top:
     ids: Tensor
     logp: Tensor
     tail: Tensor
+
+    @classmethod
+    def joined(cls, parts: Iterable[Top]) -> Top:
+        """Return the distributions of all ``parts``, one after the other."""
+        fields = zip(*((top.ids, top.logp, top.tail) for top in parts), strict=True)
+        return cls(*map(torch.cat, fields))
 
     def on_host(self) -> Top:
         """Return the distributions on the host, without a copy if they are there already."""

@@ -49,8 +49,7 @@ def top_of(logits: Tensor, rows: Indices, k: int) -> Top:
     """Return the most probable tokens of the given rows of logits as int32 and half precision."""
     if logits.dtype != torch.float32 or logits.device.type != "cpu":
         blocks = [_reference(logits, rows[start : start + _BLOCK], k) for start in range(0, len(rows), _BLOCK)]
-        ids, logp, tail = (torch.cat(parts) for parts in zip(*((t.ids, t.logp, t.tail) for t in blocks), strict=True))
-        top = Top(ids, logp, tail)
+        top = Top.joined(blocks)
     else:
         top = most_probable(logits.contiguous(), rows, k)
     return Top(top.ids.int(), top.logp.half(), top.tail.half())

@@ -64,10 +64,13 @@ class FailingToStart(CallingAtOnce):
 def running(monkeypatch):
     """Return a function that starts Serve with replicas."""
 
+    def build(settings, redis_url, tries) -> None:
+        assert tries == 1, "the user of a local start waits for each try"
+
     def start(ray, replicas, **settings) -> LocalServe:
         monkeypatch.setattr("ray.serve.start", lambda **options: None)
         monkeypatch.setattr("ray.serve.run", lambda application, **options: replicas)
-        monkeypatch.setattr("serving.app.build", lambda settings, redis_url, tries: None)
+        monkeypatch.setattr("serving.app.build", build)
         serve = LocalServe(ray, Settings(serving=settings))
         serve.start()
         serve.start_replicas("redis://127.0.0.1:1")
