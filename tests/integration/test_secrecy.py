@@ -14,7 +14,7 @@ import psutil
 import pytest
 import redis
 
-from deploy.local_ray import LOG_BOUNDS
+from deploy.local_ray import BOUNDS
 from tests import redis_servers
 from tests.command import family, osd, small_options, wait_until_it_answers
 from tests.redis_servers import PASSWORD, acl_rules, free_port
@@ -133,9 +133,9 @@ def test_sockets_of_ray_are_behind_a_private_folder(service):
     assert {folder in Path(str(socket)).parents for socket in sockets} == {True}
 
 
-def test_logs_and_objects_of_ray_are_bounded_on_disk(service):
+def test_memory_logs_and_objects_of_ray_are_bounded(service):
     servers = {process.name(): process for process in family(service[0])}
-    assert servers["raylet"].environ().items() >= LOG_BOUNDS.items()
+    assert servers["raylet"].environ().items() >= BOUNDS.items()
     (config,) = (option for option in servers["gcs_server"].cmdline() if option.startswith("--config_list="))
     assert not json.loads(base64.b64decode(config.partition("=")[2]))["automatic_object_spilling_enabled"]
 
