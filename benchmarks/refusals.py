@@ -48,7 +48,7 @@ def _answers(
 ) -> Iterator[tuple[str, Answers]]:
     seeds = count()  # the draws of an answer depend on the seed only
     engine, directory = engines.plain_engine(settings)
-    token_ids = _encoded(engine.tokenizer, prompts, settings.engine.context - plan.tokens)
+    token_ids = _encoded(engine.tokenizer, prompts, engine.target.context - plan.tokens)
     with engines.running(engine):
         for way in (PLAIN, AGAIN):
             yield way, _answer(engine, way, token_ids, plan, seeds)

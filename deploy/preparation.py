@@ -81,9 +81,10 @@ def check_memory(settings: Settings, target: Path) -> None:
     from osd.engine import kv_budget  # seconds of imports
     from osd.runtime.attention.selection import SelectionSizes
     from osd.runtime.kv_cache import heads_of, slot_bytes
+    from osd.target.context import context_of
     from osd.target.model import DTYPES, load_config
 
-    config, places = load_config(target), settings.engine.context + settings.engine.max_draft + 1
+    config, places = load_config(target), context_of(settings, target) + settings.engine.max_draft + 1
     heads, dim = heads_of(config)
     width = dim * DTYPES[settings.target.dtype].itemsize
     needed = slot_bytes(config.num_hidden_layers, heads, places, width)

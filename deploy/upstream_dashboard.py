@@ -11,10 +11,11 @@ from pathlib import Path
 from deploy.assembly import StartError
 from osd.config import Settings
 from osd.tap.app import ListenError, allowed, listen, server_of
+from osd.target.context import context_of
 from osd.target.model import load_config
 from serving.dashboard.upstream_service import UpstreamService, create_dashboard
 from serving.metrics.report import TracedDrafts
-from serving.replica.replica import context_of, model_id
+from serving.replica.replica import model_id
 from serving.service import ServedModel
 
 _DRAIN_SECONDS, _END_SECONDS = 1, 5.0

@@ -30,6 +30,7 @@ from osd.labelling.labeller import Labeller
 from osd.labelling.rendering import Reading, Renderer
 from osd.redis_client import Backoff, connect
 from osd.registry.replica_loads import ReplicaLoads
+from osd.target.context import context_of
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer
 from osd.target.opening import load_target
@@ -88,7 +89,7 @@ class Teacher:
             settings.target,
             target,
             slots=SLOTS,
-            context=settings.engine.context,
+            context=context_of(settings, target),
             scratch=1,
             taps=taps,
             label=identify(settings.target.source, target).label,

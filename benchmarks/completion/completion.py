@@ -50,6 +50,7 @@ from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.device import one_core, several_cores
 from osd.runtime.exit_controller import STOP, confident, odds
 from osd.runtime.model import SlotModel
+from osd.target.context import context_of
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
 from osd.traffic import load
@@ -180,7 +181,7 @@ class CompletionBench:
         target = SlotModel(
             load_model(self.directory, settings.target.dtype, settings.target.device),
             slots=settings.engine.slots,
-            context=settings.engine.context,
+            context=context_of(settings, self.directory),
             scratch=settings.engine.max_draft + 1,
             taps=self.drafter.needs.taps,
         )

@@ -58,12 +58,13 @@ def context(
     selection = drafter_of("token_select", settings.drafter)
     assert isinstance(selection, TokenSelectSettings)  # noqa: S101  the requested kind
     about = {"target": settings.target.source, "settings": selection.model_dump()}
+    context = sizes[-1] + tokens
     engine_settings = settings.engine.model_copy(
-        update={"slots": 1, "context": sizes[-1] + tokens, "prefill_chunk": 512, "prefix_cache": True}
+        update={"slots": 1, "context": context, "prefill_chunk": 512, "prefix_cache": True}
     )
     growth = ChainSettings(depth=_DEEPEST, governed=False)
     settings = settings.model_copy(update={"engine": engine_settings, "drafter": selection, "growth": growth})
-    with loading(), extend_context(target_directory(settings), engine_settings.context) as directory:
+    with loading(), extend_context(target_directory(settings), context) as directory:
         drafter = drafting.initial(selection, directory, settings.cache_dir)
         engine = engine_with(settings, directory, drafter)
     ids = _ids(engine.tokenizer, text, sizes[-1])
@@ -138,7 +139,7 @@ def measure(
         prompt = text[:length]
         _answer(engine, "reading", prompt, 2, speculate=False)
         plain, expected, _ = _answer(engine, "plain", prompt, tokens, speculate=False)
-        session.selection = selection.resized(replace(sizes, top=engine.settings.engine.context))
+        session.selection = selection.resized(replace(sizes, top=engine.target.context))
         _, full_answer, full_acceptance = _answer(engine, "everything", prompt, tokens, speculate=True)
         for threshold in thresholds:
             session.selection = selection.resized(replace(sizes, threshold=threshold))

@@ -91,7 +91,7 @@ def decode(
         engines.check_alone(drafter)
         calls = DrafterCalls.of(drafter)
         engine = engines.engine_with(engines.without_prefix_cache(settings), directory, drafter)
-    token_ids = engines.encode_short(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
+    token_ids = engines.encode_short(engine.tokenizer, texts, engine.target.context - tokens, prompts)
     sampling = SamplingParams(temperature=temperature)
     finished: list[DecodeWave] = []
     with engines.running(engine):

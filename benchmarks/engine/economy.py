@@ -60,7 +60,7 @@ def economy(
         with engines.loading():
             drafter = served(initial(settings.drafter, directory, settings.cache_dir), settings)
             engine = engines.engine_with(settings, directory, drafter)
-        token_ids = engines.encode_short(engine.tokenizer, texts, settings.engine.context - tokens, prompts)
+        token_ids = engines.encode_short(engine.tokenizer, texts, engine.target.context - tokens, prompts)
         switchback = Switchback(settings.economy.measure, settings.economy.max_loss, seed=number)
         with engines.running(engine):
             passes = Passes(

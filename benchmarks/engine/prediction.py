@@ -55,7 +55,7 @@ def prediction(
         growth = settings.growth if settings.growth.kind == "best_first" else BestFirstSettings()
         settings = settings.model_copy(update={"growth": growth, "verification": None})
         engine = engines.engine_with(settings, directory, Recall())
-    longest = settings.engine.context - tokens
+    longest = engine.target.context - tokens
     token_ids = engines.encode_short(engine.tokenizer, texts, longest, stream, prompts)[:prompts]
     useless = _useless(engine, [text.turns[0] for text in texts])
     sampling = SamplingParams(temperature=temperature, top_p=top_p, repeatable=temperature > 0)
@@ -94,7 +94,7 @@ def _useless(engine: Engine, texts: Sequence[str]) -> tuple[int, ...]:
         ids += engine.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) >= _USELESS:
             break
-    return tuple(ids[: min(_USELESS, engine.settings.engine.context)])
+    return tuple(ids[: min(_USELESS, engine.target.context)])
 
 
 def changed(tokens: Sequence[int]) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ def recall(
         engine_settings = settings.engine.model_copy(update={"prefix_cache": True})
         settings = settings.model_copy(update={"growth": growth, "verification": None, "engine": engine_settings})
         setup = RecallSetup.of(settings, directory, drafter)
-    engine, longest = setup.engine, settings.engine.context - tokens
+    engine, longest = setup.engine, setup.engine.target.context - tokens
     token_ids = engines.encode_short(engine.tokenizer, texts, longest, stream, after + prompts)[: after + prompts]
     plan = RecallPlan(streams, after, prompts, tokens, SamplingParams(temperature=temperature, top_p=top_p))
     waves: list[RecallWave] = []

@@ -25,6 +25,7 @@ from osd.drafting.trainable import Trainable
 from osd.engine.policy import Policy
 from osd.runtime.device import several_cores
 from osd.runtime.model import SlotModel
+from osd.target.context import context_of
 from osd.target.model import load_config, load_model
 from osd.traffic import load
 from osd.traffic.prompt import Prompt
@@ -132,7 +133,7 @@ class Experiment:
         Raises:
             RecordingError: there are too few prompts, or ``engine.context`` is too small.
         """
-        context, tokens = self.settings.engine.context, self.size.tokens
+        context, tokens = context_of(self.settings, self.setup.directory), self.size.tokens
         if tokens + 2 > context:
             raise RecordingError(f"engine.context {context} leaves no room for a prompt with --tokens {tokens}")
         room = min(self.size.longest, context - tokens)

@@ -31,6 +31,7 @@ from osd.drafting.recall.drafter import Recall
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams, Update
 from osd.runtime.model import SlotModel
+from osd.target.context import context_of
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.model import load_model
@@ -211,7 +212,7 @@ class RecordingSetup:
     def engine(self, slots: int, sink: Callable[[Trace], object]) -> Engine:
         """Return an engine that captures everything, not started; its requests must not speculate."""
         model = load_model(self.directory, self.spec.dtype, self.settings.target.device)
-        context, taps = self.settings.engine.context, self.reader.needs.taps
+        context, taps = context_of(self.settings, self.directory), self.reader.needs.taps
         target = SlotModel(model, slots=slots, context=context, scratch=2, taps=taps)
         engine = self.settings.engine.model_copy(update={"slots": slots, "prefill_chunk": _CHUNK, "max_draft": 1})
         capture = self.settings.capture.model_copy(update={"enabled": True, "segment": max(self.spec.tokens, 16)})

@@ -88,7 +88,7 @@ def peers(
             models = PeerModels(
                 directory,
                 settings.target.dtype,
-                settings.engine.context,
+                engine.target.context,
                 settings.engine.threads or os.cpu_count() or 1,
                 streams,
                 gguf,
@@ -96,7 +96,7 @@ def peers(
                 draft_gguf,
             )
         token_ids = engines.encode_short(
-            engine.tokenizer, texts, settings.engine.context - tokens, prompts, after + unseen
+            engine.tokenizer, texts, engine.target.context - tokens, prompts, after + unseen
         )
         entries = {key: entry for key, entry in PEERS.items() if peer is None or key in peer}
         with engines.running(engine):

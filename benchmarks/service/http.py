@@ -101,7 +101,7 @@ def measure(
         BenchError: a prompt is too long, or a request fails or returns too few tokens.
         RuntimeError: the engine fails.
     """
-    limit = engine.settings.engine.context - plan.tokens
+    limit = engine.target.context - plan.tokens
     ids = encode(engine.tokenizer, prompts, limit)
     if len(ids) < len(prompts):
         raise BenchError(f"a prompt has more than the {limit} tokens that engine.context leaves")

@@ -33,6 +33,7 @@ from osd.registry.versions import Registry
 from osd.running import find
 from osd.runtime.kv_cache import heads_of
 from osd.scrape import Scrape
+from osd.target.context import context_of
 from osd.target.load import target_directory
 from osd.target.model import DTYPES, load_config
 
@@ -179,8 +180,8 @@ def _first_token(http: httpx2.Client) -> float:
 
 def _fill(http: httpx2.Client, settings: Settings) -> None:
     """Use every slot of every replica up to its end, concurrently, with texts that share no prefix."""
-    config, generator = load_config(target_directory(settings)), random.Random(0)  # noqa: S311 - no secret
-    length = min(settings.engine.context, config.max_position_embeddings) - _COMPLETION
+    directory, generator = target_directory(settings), random.Random(0)  # noqa: S311 - no secret
+    config, length = load_config(directory), context_of(settings, directory) - _COMPLETION
     count = settings.engine.slots * settings.serving.replicas
     prompts = [
         [generator.randrange(min(_ORDINARY, config.vocab_size - 1), config.vocab_size) for _ in range(length)]
@@ -244,9 +245,10 @@ def weight_bytes(settings: Settings) -> int:
 
 def kv_bytes(settings: Settings) -> int:
     """Return the bytes of the target's keys and values in all slots, at most ``engine.kv_mb``."""
-    config = load_config(target_directory(settings))
+    directory = target_directory(settings)
+    config = load_config(directory)
     heads, dim = heads_of(config)
-    positions = settings.engine.context + settings.engine.max_draft + 1
+    positions = context_of(settings, directory) + settings.engine.max_draft + 1
     size = DTYPES[settings.target.dtype].itemsize
     full = 2 * config.num_hidden_layers * settings.engine.slots * heads * positions * dim * size
     return full if settings.engine.kv_mb is None else min(full, settings.engine.kv_mb << 20)

@@ -29,6 +29,7 @@ from osd.drafting import trainable
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.trainable import Trainable
 from osd.runtime.machine import Machine
+from osd.target.context import context_of
 from osd.target.load import target_directory
 from osd.traffic import load
 
@@ -104,7 +105,7 @@ def _untrained(
         texts = load(stream)
         directory = target_directory(settings)
         engine = engine_with(settings, directory, Recall())
-    token_ids = encode_short(engine.tokenizer, texts, settings.engine.context - tokens, stream, after + prompts)
+    token_ids = encode_short(engine.tokenizer, texts, engine.target.context - tokens, stream, after + prompts)
     with running(engine):
         learnt = recalling.serve_stream(engine, token_ids[:after], tokens)
         answered, engine_answers = recalling.measure_engine(engine, token_ids[after : after + prompts], tokens)
@@ -163,5 +164,5 @@ def _exact_settings(settings: Settings, depth: int) -> Settings:
 
 def _models(settings: Settings, directory: Path, streams: int) -> PeerModels:
     threads = settings.engine.threads or os.cpu_count() or 1
-    context = settings.engine.context
+    context = context_of(settings, directory)
     return PeerModels(directory, settings.target.dtype, context, threads, streams, None, directory, None)

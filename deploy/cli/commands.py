@@ -95,6 +95,10 @@ def up(
             )
             console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
             console.print(f"Metrics     {service.url}/metrics")
+            if settings.engine.kind == "osd":
+                from osd.target.context import describe_context
+
+                console.print(f"Context     {describe_context(settings, service.directory)}", soft_wrap=True)
             console.print(f"Learning    {learned_traffic(settings)}", soft_wrap=True)
             if shared := shared_learning(settings):
                 console.print(f"Sharing     {shared}", soft_wrap=True)

@@ -22,6 +22,7 @@ from osd.metrics import SpeculationCounts
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry, Version
 from osd.runtime.device import one_core
+from osd.target.context import context_of
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.traffic.prompt import Prompt
@@ -174,11 +175,11 @@ def _is_identical(settings: Settings, directory: Path, served: ServedState, prom
 
 def _encode(settings: Settings, directory: Path, prompts: Sequence[Prompt], max_tokens: int) -> list[Ids]:
     """Return the token ids of each prompt's first turn, without prompts that exceed the context."""
-    tokenizer = load_tokenizer(directory)
+    tokenizer, context = load_tokenizer(directory), context_of(settings, directory)
     encoded = []
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(prompt.opening(), add_generation_prompt=True, return_dict=False)
-        if len(ids) + max_tokens <= settings.engine.context:
+        if len(ids) + max_tokens <= context:
             encoded.append(tuple(ids))
     return encoded
 

@@ -17,6 +17,7 @@ from osd.target.comparison import check_forward
 from osd.target.ends import check_sizes, load_ends
 from osd.target.files import TargetError
 from osd.target.load import load_tokenizer, target_directory
+from osd.target.context import describe_context
 from osd.target.model import load_model, load_served
 
 _PLACES = 64
@@ -29,7 +30,8 @@ def model_findings(settings: Settings, source: str) -> Iterator[Finding]:
     target = settings.target.model_copy(update={"source": source, "revision": None})
     check = "files"
     try:
-        directory = target_directory(settings.model_copy(update={"target": target}))
+        settings = settings.model_copy(update={"target": target})
+        directory = target_directory(settings)
         if settings.engine.kind == "vllm":
             yield Finding(check, "ok", f"{_describe_files(directory)}; vLLM checks the architecture at its start")
             if settings.drafts:
@@ -39,6 +41,7 @@ def model_findings(settings: Settings, source: str) -> Iterator[Finding]:
         yield Finding(check, "ok", f"{_describe_files(directory)}; osd supports the architecture")
         check = "tokenizer"
         yield Finding(check, "ok", _describe_tokenizer(directory))
+        yield Finding("context", "ok", describe_context(settings, directory))
         check = "forward"
         yield Finding(check, "ok", _compare(directory, target))
     except TargetError as error:

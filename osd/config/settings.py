@@ -109,7 +109,12 @@ class EngineSettings(Section):
     )
     vllm: VllmEngineSettings = VllmEngineSettings()
     slots: int = Field(default=16, ge=1, le=1024, description="sequences that are decoded at the same time")
-    context: int = Field(default=2048, ge=16, description="prompt and completion tokens of one sequence")
+    context: int | None = Field(
+        default=None,
+        ge=16,
+        description="prompt and completion tokens of one sequence; by default the length of the model, as far as all "
+        "slots fit a quarter of the memory",
+    )
     kv_mb: int | None = Field(
         default=None,
         ge=1,

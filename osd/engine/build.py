@@ -15,6 +15,7 @@ from osd.engine.engine import Engine
 from osd.engine.tracing import StatesWeight, keep_all_states
 from osd.runtime.attention.selection import SelectionSizes
 from osd.runtime.device import one_core
+from osd.target.context import context_of
 from osd.target.model import load_config
 from osd.target.opening import load_target
 
@@ -56,7 +57,7 @@ def make_engine(
         settings.target,
         directory,
         slots=settings.engine.slots,
-        context=settings.engine.context,
+        context=context_of(settings, directory),
         scratch=settings.engine.max_draft + 1 + needs.riders,
         taps=taps,
         embeddings=settings.engine.slots * needs.embeddings,

@@ -78,7 +78,7 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context, or the engine is stopping.
         """
-        prompt, context = len(request.prompt_ids), self.settings.engine.context
+        prompt, context = len(request.prompt_ids), self.target.context
         if prompt < 1 or request.max_tokens < 1:
             raise ValueError("a request needs at least one prompt token and max_tokens of at least 1")
         if prompt + request.max_tokens > context:

@@ -56,7 +56,7 @@ class _DrafterFactory:
             raise DrafterError(
                 f"this {drafter.kind} drafter has {drafter.needs.embeddings} embeddings, but there is room for {room}"
             )
-        runtime = Runtime.serving(settings.slots, settings.context, settings.max_draft + 1, target.device, target)
+        runtime = Runtime.serving(settings.slots, target.context, settings.max_draft + 1, target.device, target)
         if drafter.needs.target_rows:
             runtime = replace(runtime, memories=self.tables.of(domain))
         session = drafter.session(runtime)

@@ -116,6 +116,12 @@ def slot_bytes(layers: int, heads: int, places: int, width: int) -> int:
     return 2 * layers * heads * pages * PAGE
 
 
+def places_within(layers: int, heads: int, memory: int, width: int) -> int:
+    """Return how many places of a slot ``memory`` bytes hold, counted as ``slot_bytes`` does."""
+    pages = memory // (2 * layers * heads * PAGE)
+    return max(pages - 1, 0) * PAGE // width
+
+
 def heads_of(config: Any) -> tuple[int, int]:
     """Return the number of key-value heads in each layer and their width, from a model's configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

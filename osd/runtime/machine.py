@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from osd.runtime.native import libraries
 
 _CPU_INFO = Path("/proc/cpuinfo")
+_MEMBERSHIP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _EXTENSIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 """Instruction sets that decide the speed of a forward of several rows, by the names of /proc/cpuinfo."""
 
@@ -63,7 +66,12 @@ class Machine:
 def usable_cores() -> int:
     """Return the number of cores that this process may use: affinity and quotas of control groups limit it."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([allowed, *cpu_quotas(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    return min([allowed, *cpu_quotas(_MEMBERSHIP, _GROUPS)])
+
+
+def usable_memory() -> int:
+    """Return the bytes of memory that this process may use at most: limits of control groups count."""
+    return min([psutil.virtual_memory().total, *memory_limits(_MEMBERSHIP, _GROUPS)])
 
 
 def cpu_quotas(membership: Path, root: Path) -> Iterator[int]:
@@ -73,6 +81,17 @@ def cpu_quotas(membership: Path, root: Path) -> Iterator[int]:
         membership: lists the groups of the process, as in ``/proc/self/cgroup``.
         root: where the file system of control groups, version 2, is mounted.
     """
+    for limit, period in _limits("cpu.max", membership, root):
+        yield max(1, math.ceil(limit / period))
+
+
+def memory_limits(membership: Path, root: Path) -> Iterator[int]:
+    """Yield the memory limits, in bytes, of the groups that ``cpu_quotas`` reads."""
+    for (limit,) in _limits("memory.max", membership, root):
+        yield limit
+
+
+def _limits(name: str, membership: Path, root: Path) -> Iterator[list[int]]:
     try:
         groups = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -80,5 +99,4 @@ def cpu_quotas(membership: Path, root: Path) -> Iterator[int]:
     group = next((Path(line[3:].strip().lstrip("/")) for line in groups if line.startswith("0::")), None)
     for above in () if group is None else (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # the limit "max" is no number
-            limit, period = (root / above / "cpu.max").read_text(encoding="utf-8").split()
-            yield max(1, math.ceil(int(limit) / int(period)))
+            yield [int(number) for number in (root / above / name).read_text(encoding="utf-8").split()]

@@ -118,10 +118,11 @@ def target_directory(settings: Settings, report: Report = lambda step: None, run
     if runs_here is None:
         runs_here = settings.engine.kind == "osd"
     directory = resolve(target.source, settings.cache_dir, report, target.revision, runs_here)
-    if runs_here and not target.source.startswith("pypi:"):
+    context = settings.engine.context
+    if runs_here and context is not None and not target.source.startswith("pypi:"):
         from osd.target.architecture import check_context
 
-        check_context(directory, settings.engine.context)
+        check_context(directory, context)
     return directory
 
 

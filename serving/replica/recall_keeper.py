@@ -24,6 +24,7 @@ from osd.target.identity import Identity
 
 if TYPE_CHECKING:
     from osd.engine.engine import Engine
+    from osd.runtime.model import SlotModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class RecallListener:
     """
 
     def __init__(
-        self, settings: Settings, redis_url: str, name: str, target: Identity, vocabulary: int, stop: threading.Event
+        self, settings: Settings, redis_url: str, name: str, target: Identity, model: SlotModel, stop: threading.Event
     ) -> None:
         """Create a reader for the replica ``name``.
 
@@ -49,12 +50,12 @@ class RecallListener:
             redis_url: the Redis with the traces.
             name: the name of the replica; its own traces are skipped.
             target: the identity of its target; traces of other targets are skipped.
-            vocabulary: the number of token ids of the target.
+            model: the target; traces that are longer than its context are skipped.
             stop: event that interrupts ``learn``.
         """
-        self._settings, self._target, self._vocabulary, self._stop = settings, target, vocabulary, stop
+        self._settings, self._target, self._model, self._stop = settings, target, model, stop
         self._tail = TraceTail(redis_url, settings.recalled, name)
-        self._text = backend().text(settings.engine.context)
+        self._text = backend().text(model.context)
 
     def learn(self, tables: Mapping[str, Memory], purged: Iterable[str]) -> bool:
         """Learn the traces that arrived since the last call, for about a second at most.
@@ -87,13 +88,13 @@ class RecallListener:
             return False
         if any(belongs(trace.request_id, request) for request in purged):
             return False
-        target, context = self._target, self._settings.engine.context
+        target, model = self._target, self._model
         try:
             if not target.wrote(trace.target):
                 raise TraceError(f"its target is {trace.target}, not {target.label}")
-            if length(trace) > context:
-                raise TraceError(f"it has {length(trace)} tokens, and engine.context is {context}")
-            check(trace, self._vocabulary, 0)
+            if length(trace) > model.context:
+                raise TraceError(f"it has {length(trace)} tokens, more than the context of {model.context}")
+            check(trace, model.vocab_size, 0)
             if trace.target_ids.numpy().min() < 0:
                 raise TraceError("target_ids has an id below 0")
         except TraceError as error:
@@ -127,8 +128,7 @@ class RecallKeeper:
         self._save_at = time.monotonic() + _SAVE_SECONDS
         self._stop = threading.Event()
         if settings.shares_recall:
-            vocabulary = engine.target.vocab_size
-            self._listener = RecallListener(settings, redis_url, name, target, vocabulary, self._stop)
+            self._listener = RecallListener(settings, redis_url, name, target, engine.target, self._stop)
         self._thread = threading.Thread(target=self._run, name="recall-keeper", daemon=True)
 
     def start(self) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -26,9 +25,9 @@ from osd.registry.pointer import Pointer
 from osd.registry.replica_loads import ReplicaLoads
 from osd.registry.training import TrainingReports
 from osd.runtime.device import cores, one_core
+from osd.target.context import context_of
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
-from osd.target.model import load_config
 from osd.target.vocabulary import TokenText, TokenTexts, max_token_bytes
 from serving.monitored import Monitored, SharedMetrics
 from serving.replica.domain_watcher import DomainWatcher
@@ -210,17 +209,6 @@ class Replica(Monitored):
             if part is not None:
                 part.close()
         super().close()
-
-
-def context_of(settings: Settings, directory: Path) -> int:
-    """Return the largest number of tokens of prompt and completion.
-
-    It is ``engine.context``, limited by the positions of the model unless its attention reads selected tokens only.
-    """
-    if settings.target.attention.selection is not None:
-        return settings.engine.context
-    positions = getattr(load_config(directory), "max_position_embeddings", None)
-    return min(settings.engine.context, positions or settings.engine.context)
 
 
 def model_id(settings: Settings) -> str:

@@ -23,6 +23,7 @@ def test_model_that_is_served_passes_all_checks(name: str, architecture: str, tm
     assert [line.split()[:2] for line in result.output.splitlines() if line[:1].strip()] == [
         ["files", "ok"],
         ["tokenizer", "ok"],
+        ["context", "ok"],
         ["forward", "ok"],
     ]
     assert f"logits of {architecture} are those of transformers" in " ".join(result.output.split())

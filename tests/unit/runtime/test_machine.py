@@ -1,4 +1,4 @@
-"""Cores that a process may use: its affinity, and the CPU quotas of its control groups."""
+"""Cores and memory that a process may use: its affinity, and the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from osd.runtime.device import cores
-from osd.runtime.machine import cpu_quotas
+from osd.runtime.machine import cpu_quotas, memory_limits
 
 
-def groups(directory: Path, membership: str, limits: dict[str, str]) -> list[int]:
+def groups(directory: Path, membership: str, name: str, limits: dict[str, str]) -> tuple[Path, Path]:
     (directory / "cgroup").write_text(membership)
     for group, limit in limits.items():
         (directory / "fs" / group).mkdir(parents=True, exist_ok=True)
-        (directory / "fs" / group / "cpu.max").write_text(limit)
-    return list(cpu_quotas(directory / "cgroup", directory / "fs"))
+        (directory / "fs" / group / name).write_text(limit)
+    return directory / "cgroup", directory / "fs"
 
 
 @pytest.mark.parametrize(("membership", "limits", "quotas"), [
@@ -34,11 +34,17 @@ def groups(directory: Path, membership: str, limits: dict[str, str]) -> list[int
 def test_quota_is_that_of_the_group_and_of_groups_above(
     tmp_path: Path, membership: str, limits: dict[str, str], quotas: list[int]
 ) -> None:
-    assert groups(tmp_path, membership, limits) == quotas
+    assert list(cpu_quotas(*groups(tmp_path, membership, "cpu.max", limits))) == quotas
+
+
+def test_memory_is_limited_by_the_group_and_by_groups_above(tmp_path: Path) -> None:
+    limits = {"a/b": "max\n", "a": "3000000000\n", "": "max\n"}
+    assert list(memory_limits(*groups(tmp_path, "0::/a/b\n", "memory.max", limits))) == [3_000_000_000]
 
 
 def test_missing_control_groups_limit_nothing(tmp_path: Path) -> None:
     assert list(cpu_quotas(tmp_path / "cgroup", tmp_path)) == []
+    assert list(memory_limits(tmp_path / "cgroup", tmp_path)) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
