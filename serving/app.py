@@ -15,8 +15,9 @@ from osd import logs
 from osd.config import Settings
 from osd.freed_memory import give_back_regularly
 from osd.sealed import SealedSettings, seal
+from serving.metrics.http_counts import ACTOR
 from serving.metrics.ray_metrics import RayMetrics
-from serving.metrics.replicas import ACTOR, ReplicaMetrics
+from serving.metrics.replicas import ReplicaMetrics
 
 if TYPE_CHECKING:
     from serving.telemetry.tracing import Tracing

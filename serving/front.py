@@ -23,8 +23,7 @@ from serving.http.errors import ApiError, of_status
 from serving.http.liveness import SILENCE_SECONDS, Silence
 from serving.http.paths import template_of
 from serving.http.sse import Reply
-from serving.metrics.http_counts import COUNTS, Delivery
-from serving.metrics.replicas import ACTOR
+from serving.metrics.http_counts import ACTOR, COUNTS, Delivery
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from deploy.doctor.findings import Finding
 from osd.config import Settings, TargetSettings
 from osd.runtime.model import SlotModel, runs_own_code
 from osd.target.comparison import check_forward
+from osd.target.context import describe_context
 from osd.target.ends import check_sizes, load_ends
 from osd.target.files import TargetError
 from osd.target.load import load_tokenizer, target_directory
-from osd.target.context import describe_context
 from osd.target.model import load_model, load_served
 
 _PLACES = 64

@@ -13,11 +13,12 @@ from fastapi.responses import JSONResponse, Response
 from osd.engine.request import Update
 from serving.access.keys import caller_of
 from serving.api.engine_requests import EngineRequests, Prepared
-from serving.api.generation import Disconnected, Generation
+from serving.api.generation import Generation
 from serving.api.responses import Logprobs, ResponseBuilder, TokenSources, collect, events
 from serving.api.schemas import ChatRequest, CompletionRequest
 from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import CallReader
+from serving.http.errors import Disconnected
 from serving.http.limits import Arrivals
 from serving.http.sse import EventStream
 from serving.reference.document import described

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.types import Receive
 
 from osd.engine.request import Request, Update
-from serving.http.errors import ApiError, invalid, stopping
+from serving.http.errors import ApiError, Disconnected, invalid, stopping
 from serving.http.limits import Admission
 from serving.service import Service
 from serving.telemetry.observed import ObservedRequest
@@ -19,10 +19,6 @@ logger = logging.getLogger(__name__)
 
 UNREAD_SECONDS = 60.0
 """Time limit for reading an update; a client that reads nothing for longer counts as disconnected."""
-
-
-class Disconnected(Exception):
-    """Disconnect of the client, after which the request needs no further work."""
 
 
 class Generation:

@@ -22,6 +22,10 @@ _MESSAGES = {
 }
 
 
+class Disconnected(Exception):
+    """Disconnect of the client, after which the request needs no further work."""
+
+
 class ApiError(Exception):
     """Error that becomes the status and the body of the response.
 

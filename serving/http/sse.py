@@ -10,8 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.api.generation import Disconnected
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, Disconnected
 
 MEDIA_TYPE = "text/event-stream"
 

@@ -18,6 +18,9 @@ _DELIVER_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 
 
+ACTOR = "replica_metrics"
+"""Name of the actor that keeps the metrics of all replicas and proxies."""
+
 COUNTS: Counter[tuple[str, int]] = Counter()
 """Answers of this process by path template and status; only the event loop changes them."""
 

@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.exceptions import RayServeException
 
 from serving.metrics.history import Bins
-from serving.metrics.replicas import ACTOR
+from serving.metrics.http_counts import ACTOR
 from serving.metrics.report import Report, ServiceTotals
 
 logger = logging.getLogger(__name__)

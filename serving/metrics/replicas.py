@@ -18,9 +18,6 @@ from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, ServiceTotals, is_versioned
 from serving.metrics.table import PROXY
 
-ACTOR = "replica_metrics"
-"""Name of the actor that keeps the metrics of all replicas."""
-
 ALIVE_SECONDS = 5.0
 """A replica is live until this many pauses between reports pass without a report; a pause is at least one second."""
 
