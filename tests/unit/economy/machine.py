@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from osd.economy.effect import Step
 
@@ -35,8 +34,8 @@ class Machine:
     candidate: float | None = None  # acceptance of another version
 
     def __post_init__(self) -> None:
-        self._rng = np.random.default_rng(self.seed)
-        self.now, self._speed = 0.0, self.wander * float(self._rng.standard_normal())
+        self._rng = random.Random(self.seed)  # noqa: S311
+        self.now, self._speed = 0.0, self.wander * self._rng.gauss()
         self._left: list[int] = []
         self._unread: list[int] = []
         self._since, self._drafted = 0, 8
@@ -60,8 +59,8 @@ class Machine:
         if not self._left and not self._unread and not math.isinf(self._rate):
             self.now = max(self.now, self._next)
         while len(self._left) + len(self._unread) < self.slots and (math.isinf(self._rate) or self._next <= self.now):
-            self._unread.append(1 + rng.poisson(_PROMPT))
-            self._next += 0.0 if math.isinf(self._rate) else rng.exponential(1 / self._rate)
+            self._unread.append(max(1, round(rng.gauss(_PROMPT, math.sqrt(_PROMPT)))))
+            self._next += 0.0 if math.isinf(self._rate) else rng.expovariate(self._rate)
         prompts = min(self._unread[0], _CHUNK) if self._unread else 0
         streams = len(self._left)
         nodes = (4 if streams <= 4 else 2 if streams <= 12 else 1) if drafts and streams and not self.useless else 0
@@ -69,35 +68,34 @@ class Machine:
         if self.candidate is not None:
             accept = self.candidate if candidate else accept
             accept **= 1.3 if self._missed[candidate] else 1.0  # a drafter is less accurate directly after it caught up
-        tokens = np.ones(streams, int)
+        tokens = [1] * streams
         if nodes:
-            tokens += np.minimum(np.floor(np.log(1 - rng.random(streams)) / math.log(max(accept, 1e-9))), nodes).astype(
-                int
-            )
-        tokens = np.minimum(tokens, self._left)
+            scale = 1 / math.log(max(accept, 1e-9))
+            tokens = [min(1 + int(math.log(1 - rng.random()) * scale), 1 + nodes, left) for left in self._left]
+        total = sum(tokens)
         cost = self.plain(streams, prompts)
-        plain = cost + (tokens.sum() / streams - 1) * self.plain(streams, 0) if streams else cost
+        plain = cost + (total / streams - 1) * self.plain(streams, 0) if streams else cost
         if nodes:
             cost += self.base * self.row * streams * nodes + self.call * nodes
             cost += self.read * self._missed[candidate]
             self._missed[candidate], self._since = 0, 0
-            self._missed[not candidate] += int(tokens.sum()) + prompts
+            self._missed[not candidate] += total + prompts
         else:
             cost *= 1 + (self.after[self._since] if self._since < len(self.after) else 0.0)
             self._since += 1
-            self._missed = [missed + int(tokens.sum()) + prompts for missed in self._missed]
-        took = cost * math.exp(self._speed + self.noise * rng.standard_normal() - self.noise**2 / 2)
+            self._missed = [missed + total + prompts for missed in self._missed]
+        took = cost * math.exp(self._speed + self.noise * rng.gauss() - self.noise**2 / 2)
         self._drafted = self._drafted + 1 if drafts else 0
         if self._drafted > 8:  # the cost of a switch is a price, not an effect
             self.plain_seconds += plain * math.exp(self._speed)
             self.seconds += cost * math.exp(self._speed)
         kept = math.exp(-took / self.wander_seconds)
-        self._speed = self._speed * kept + self.wander * math.sqrt(1 - kept**2) * rng.standard_normal()
+        self._speed = self._speed * kept + self.wander * math.sqrt(1 - kept**2) * rng.gauss()
         self.now += took
-        self._left = [left - int(got) for left, got in zip(self._left, tokens, strict=True) if left > got]
+        self._left = [left - got for left, got in zip(self._left, tokens, strict=True) if left > got]
         if prompts:
             self._unread[0] -= prompts
             if not self._unread[0]:
                 self._unread.pop(0)
-                self._left.append(1 + int(rng.exponential(_ANSWER)))
-        return Step(took, streams, prompts, int(tokens.sum()))
+                self._left.append(1 + int(rng.expovariate(1 / _ANSWER)))
+        return Step(took, streams, prompts, total)
