@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from docs.families import make_model
-from osd.config import Settings
+from osd.config import SelectedAttentionSettings, Settings
 from osd.engine.build import make_engine
 from osd.runtime.kv_cache import heads_of, slot_bytes
 from osd.target import context
@@ -26,9 +26,8 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=LONG)
 
 
-def settings(*, attention: dict[str, Any] | None = None, **engine: Any) -> Settings:
-    target = {"dtype": "float32", "device": "cpu", **({"attention": attention} if attention else {})}
-    return Settings.model_validate({"target": target, "engine": engine})
+def settings(**engine: Any) -> Settings:
+    return Settings.model_validate({"target": {"dtype": "float32", "device": "cpu"}, "engine": engine})
 
 
 def test_default_is_the_length_of_the_model(long: Path, tiny_target: Path) -> None:
@@ -46,8 +45,8 @@ def test_default_is_the_length_with_fixed_angles(tmp_path: Path) -> None:
 def test_setting_is_limited_by_the_positions_of_the_model(tiny_target: Path) -> None:
     assert context_of(settings(context=300), tiny_target) == 300
     assert context_of(settings(context=4096), tiny_target) == 1024
-    selection = {"kind": "token_select"}
-    assert context_of(settings(context=4096, attention=selection), tiny_target) == 4096
+    selective = settings(context=4096).target.model_copy(update={"attention": SelectedAttentionSettings()})
+    assert context_of(settings(context=4096).model_copy(update={"target": selective}), tiny_target) == 4096
     assert describe_context(settings(context=300), tiny_target).endswith(": engine.context")
 
 

@@ -135,7 +135,7 @@ def test_length_of_a_context_is_left_to_vllm(tmp_path: Path) -> None:
     directory = make_model("phi3 with longrope", tmp_path)
     assert target_directory(settings(directory, **VLLM)) == directory
     with pytest.raises(TargetError, match=r"engine\.context is 2048"):
-        target_directory(settings(directory))
+        target_directory(settings(directory, context=2048))
 
 
 def test_damaged_files_are_refused_for_vllm_too(tmp_path: Path) -> None:
