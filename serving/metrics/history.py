@@ -1,4 +1,4 @@
-"""History of the metrics of all replicas over the last hour, by second, for the dashboard."""
+"""History of the metrics of all replicas over the last hour, for the dashboard."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from serving.metrics.table import REMEMBERED
 HISTORY_SECONDS = 3600
 MAX_BINS = 240
 
+_JOINED = HISTORY_SECONDS // MAX_BINS
+"""Seconds that are joined when they are old: bins of the whole history have the same width."""
+
+_RECENT_SECONDS = 64 * _JOINED
+"""Time in which the history has every second: longer than the window of a quarter of an hour."""
+
 _GAUGES = tuple(key for key, row in REMEMBERED.items() if row.kind == "gauge")
 _VERSIONS = 16  # largest number of separate versions in one second
 _NAMES = 8192
@@ -24,10 +30,10 @@ _MARK_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """Counts and gauges of all replicas together in one second, in arrays to save memory.
+    """Counts and gauges of all replicas together in a second, or in joined seconds; arrays save memory.
 
     Attributes:
-        time: the second, since the epoch.
+        time: the first second, since the epoch.
         names: names of the counts; seconds with the same counts share the tuple.
         values: counts by the order of ``names``.
         gauges: gauges with a history, by their order in the table of metrics.
@@ -67,7 +73,9 @@ class MetricsHistory:
     """Last hour of the metrics with a history; late reports count in the newest second."""
 
     def __init__(self) -> None:
-        self._complete: deque[Second] = deque(maxlen=HISTORY_SECONDS - 1)
+        self._joined: deque[Second] = deque(maxlen=(HISTORY_SECONDS - _RECENT_SECONDS) // _JOINED)
+        self._joining: list[Second] = []  # seconds that follow them, and are joined next
+        self._recent: deque[Second] = deque()
         self._newest: _NewestSecond | None = None
         self._swaps: deque[tuple[float, int]] = deque(maxlen=200)
         # One object per name, and one tuple per set of names, shared by all seconds to save memory.
@@ -76,18 +84,21 @@ class MetricsHistory:
 
     @property
     def seconds(self) -> Iterator[Second]:
-        """Seconds with a report, newest first."""
+        """Seconds with a report, newest first; old ones are joined."""
         if self._newest is not None:
             yield self._newest.merged()
-        yield from reversed(self._complete)
+        for kept in (self._recent, self._joining, self._joined):
+            yield from reversed(kept)
 
     def add(self, time: float, replica: str, counted: Mapping[Name, float], gauges: Mapping[Name, float]) -> None:
         """Add the increments ``counted`` and the current gauges of a replica at ``time``."""
         newest = self._newest
         if newest is None or newest.time < int(time):
             if newest is not None:
-                self._complete.append(self._with_shared_names(newest.merged()))
+                self._recent.append(self._with_shared_names(newest.merged()))
             newest = self._newest = _NewestSecond(int(time))
+            while self._recent and self._recent[0].time <= newest.time - _RECENT_SECONDS:
+                self._join(self._recent.popleft())
         newest.gauges[replica] = {
             key: value for key, value in gauges.items() if isinstance(key, str) and key in REMEMBERED
         }
@@ -104,6 +115,18 @@ class MetricsHistory:
             newest.counts[shared] += value  # pyright: ignore[reportArgumentType] # a counter of floats
         if len(self._names) > _NAMES:
             self._names = {}
+
+    def _join(self, second: Second) -> None:
+        """Join a second with the others of its bin as soon as the bin is complete."""
+        start = second.time // _JOINED * _JOINED
+        if self._joining and self._joining[0].time < start:
+            joined = _Bin()
+            for part in self._joining:
+                joined.add(part)
+            first = self._joining[0].time // _JOINED * _JOINED
+            self._joined.append(self._with_shared_names(_second(first, joined.counts, joined.gauges)))
+            self._joining = []
+        self._joining.append(second)
 
     def _with_shared_names(self, second: Second) -> Second:
         if len(self._sets) > HISTORY_SECONDS:
@@ -128,8 +151,11 @@ class MetricsHistory:
         if self._newest is None or ahead <= _AHEAD_SECONDS:
             return 0
         self._newest.time -= ahead
-        past = [replace(second, time=second.time - ahead) for second in self._complete]
-        self._complete = deque(past, self._complete.maxlen)
+        past = [replace(second, time=second.time - ahead) for second in (*self._joining, *self._recent)]
+        self._joining, self._recent = [], deque(past)  # old ones are joined again when time goes on
+        starts = [(second.time - ahead) // _JOINED * _JOINED for second in self._joined]
+        shifted = [replace(second, time=start) for second, start in zip(self._joined, starts, strict=True)]
+        self._joined = deque(shifted, self._joined.maxlen)
         self._swaps = deque(((at - ahead, version) for at, version in self._swaps), self._swaps.maxlen)
         return ahead
 
@@ -141,10 +167,11 @@ class MetricsHistory:
             seconds: length of the window.
             since: start of the last bin that the caller has; only later bins are returned. None returns all.
         """
-        width = max(1, -(-seconds // MAX_BINS))
+        width = _JOINED if seconds > _RECENT_SECONDS else max(1, -(-seconds // MAX_BINS))
         end = int(now) // width * width
         start = end - seconds // width * width
-        first = self._complete[0].time if self._complete else self._newest.time if self._newest else end
+        oldest = [kept[0].time for kept in (self._joined, self._joining, self._recent) if kept]
+        first = oldest[0] if oldest else self._newest.time if self._newest else end
         begin = max(start, first // width * width, start if since is None else since + width)
         merged = {edge: _Bin() for edge in range(begin // width * width, end, width)}
         for second in self.seconds:
@@ -172,12 +199,11 @@ class _NewestSecond:
 
     def merged(self) -> Second:
         """Return the second with the gauges of all replicas together."""
-        gauges = array("d")
+        gauges = []
         for key in _GAUGES:
             value = sum(values.get(key, 0) for values in self.gauges.values())
             gauges.append(value / len(self.gauges) if REMEMBERED[key].merge == "mean" else value)
-        names = tuple(sorted(self.counts, key=_label))  # the same order in all seconds
-        return Second(self.time, names, array("d", map(self.counts.__getitem__, names)), gauges)
+        return _second(self.time, self.counts, gauges)
 
 
 @dataclass
@@ -192,6 +218,11 @@ class _Bin:
         self._seconds += 1
         for place, value in enumerate(second.gauges):
             self.gauges[place] += (value - self.gauges[place]) / self._seconds
+
+
+def _second(time: int, counts: Counter[Name], gauges: list[float]) -> Second:
+    names = tuple(sorted(counts, key=_label))  # the same order in all seconds
+    return Second(time, names, array("d", map(counts.__getitem__, names)), array("d", gauges))
 
 
 def _label(name: Name) -> str:

@@ -7,6 +7,7 @@ import pytest
 from osd.engine.counters import MAX_DOMAINS, MAX_VERSIONS, OLDER_VERSIONS, OTHER_DOMAINS, EngineCounters, version_entry
 from osd.metrics import SpeculationCounts
 from serving.metrics import exposition, replicas
+from serving.metrics.history import MetricsHistory
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report
 
@@ -137,10 +138,37 @@ def test_bins_sum_counters_and_average_gauges():
     assert bins.gauges == {"running": [2.0 * second for second in range(10)], "waiting": [2.0] * 10}
     assert metrics.bins(1010.9, 60, 1007).time == [1008, 1009], "complete bins after the last known bin"
     assert metrics.bins(1010.0, 60, 1009).time == []
-    wide = metrics.bins(1010.0, 1200, None)
-    assert (wide.width, wide.time) == (5, [1000, 1005])
-    assert wide.counts["drafted"] == [400.0] * 2
-    assert wide.gauges["running"] == [4.0, 14.0]
+    wide = metrics.bins(1010.0, 900, None)
+    assert (wide.width, wide.time) == (4, [1000, 1004])
+    assert wide.counts["drafted"] == [320.0] * 2
+    assert wide.gauges["running"] == [3.0, 11.0]
+
+
+def test_old_seconds_are_joined_and_keep_sums_and_means():
+    history = MetricsHistory()
+    for second in range(2000):
+        history.add(second, "a", {"drafted": 1, ("source_drafted", f"source {second // 700}"): 2}, {"running": second})
+    assert len(list(history.seconds)) < 1100
+    for window in (3600, 1800):
+        bins = history.bins(2000.0, window)
+        assert (bins.width, bins.time[-1]) == (15, 1980)
+        assert bins.counts["drafted"] == [15.0] * len(bins.time)
+        assert sum(sum(bins.counts[f"source_drafted|source {number}"]) for number in range(3)) == 30 * len(bins.time)
+        assert bins.gauges["running"] == pytest.approx([start + 7 for start in bins.time])
+    assert history.bins(2000.0, 3600, since=1500).time[0] == 1515
+    assert history.bins(2000.0, 900).counts["drafted"] == [4.0] * 225
+
+
+def test_joined_seconds_are_kept_when_the_clock_is_set_back():
+    history = MetricsHistory()
+    for second in range(5000, 7000):
+        history.add(second, "a", {"drafted": 1}, {})
+    assert history.set_back(6000.0) == 999
+    for second in range(6001, 7000):
+        history.add(second, "a", {"drafted": 1}, {})
+    bins = history.bins(7000.0, 3600)
+    assert bins.counts["drafted"][-66:] == [15.0] * 66
+    assert sum(bins.counts["drafted"]) == pytest.approx(2999, abs=15)
 
 
 def test_seconds_without_a_report_count_nothing():
