@@ -40,7 +40,7 @@ bench: install ## Measure the engine and the service in a few minutes; benchmark
 # Tests that are not unit tests mostly wait for processes: two at a time fill the cores.
 test: develop browser prometheus ## Run all tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
-	$(if $(ARGS),,$(BIN)/python -m pytest tests/e2e tests/integration tests/faults -n 2 --dist loadgroup)
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/e2e tests/integration tests/faults -n 2 --dist loadfile)
 
 mutants: develop ## Plant small faults in a package and show the faults that no test notices; PATHS=osd/registry SAMPLE=40 SEED=0
 	$(BIN)/python -m tests.mutants --sample $(or $(SAMPLE),40) --seed $(or $(SEED),0) $(or $(PATHS),$(error PATHS is not set: make mutants PATHS=osd/registry))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.leftovers import Leftovers
 from tests.waiting import wait_until
@@ -20,6 +22,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ.get("OSD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # run GPU kernels on the CPU; Triton reads it at import
+
+
+class _SharedServices(LoadFileScheduling):
+    """Scheduler that runs the tests of a file in one process, and all end-to-end tests, which share a service."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "end-to-end" if file.startswith("tests/e2e/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Return the scheduler for ``--dist loadfile``."""
+    return _SharedServices(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

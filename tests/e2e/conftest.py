@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -125,13 +123,6 @@ def shake(weights: dict[str, torch.Tensor]) -> None:
             tensor += 0.05 * torch.randn_like(tensor)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let all tests that share a service run in one process; all other tests of a file stay together."""
-    for item in items:
-        shared = item.path.parent == Path(__file__).parent and "service" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("service" if shared else item.path.stem))
-
-
 @pytest.fixture(scope="package")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with running(tmp_path_factory.mktemp("service")) as service:
@@ -150,14 +141,6 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-def _lasting_port() -> int:
-    """Return a free port that no outgoing connection takes until the proxy listens, because it is below their range."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))  # noqa: S311
-            return probe.getsockname()[1]
-
-
 @contextmanager
 def running(folder: Path, serving: Mapping[str, Any] = MappingProxyType({}), **drafter: Any) -> Iterator[Service]:
     """Run a service in ``folder``; ``serving`` and ``drafter`` add settings of these sections."""
@@ -169,7 +152,7 @@ def running(folder: Path, serving: Mapping[str, Any] = MappingProxyType({}), **d
         drafter={"trained": {"vocabulary": 128}, **drafter},
         growth={"governed": False},  # drafts do not pay on a tiny target
         serving={
-            "port": _lasting_port(),
+            "port": free_port(),
             "replicas": REPLICAS,
             "max_queue": 6,
             "body_timeout_s": 2,
