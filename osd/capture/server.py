@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 LEAST_VERSION = (6, 2)
 """Oldest version of Redis with all commands that osd uses, such as XAUTOCLAIM and XTRIM with MINID."""
+
+_PORTS = range(20_000, 32_000)
+"""Ports below those that Linux by default gives to outgoing connections, which could take one before a server does."""
 
 START_SECONDS = 10.0
 PORT_ATTEMPTS = 5
@@ -276,10 +280,11 @@ def find_server() -> Path:
 
 
 def free_port() -> int:
-    """Return a port on loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port on loopback that is free now, and that no outgoing connection takes later."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.choice(_PORTS)))
+            return probe.getsockname()[1]
 
 
 class RedisSupervisor:
