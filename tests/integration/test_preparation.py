@@ -32,6 +32,7 @@ from osd.traffic.open_loop import Tally
 from osd.vllm.exported import ExportedDrafter
 from serving.vllm.exports import export_folder
 from tests.pointers import put
+from tests.tiny import make_tiny
 from trainer.actor import open_target
 
 
@@ -271,16 +272,22 @@ def test_target_that_only_vllm_runs_gets_a_drafter(redis_url, tmp_path):
     assert json.loads(json.dumps(open_target(settings).build(config).config())) == config
 
 
-def test_kv_memory_below_one_request_is_refused(settings, tiny_target):
-    check_memory(settings, tiny_target)
+@pytest.fixture(scope="module")
+def long_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Target with a million positions."""
+    return make_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=1 << 20)
+
+
+def test_kv_memory_below_one_request_is_refused(settings, long_target):
+    check_memory(settings, long_target)
     roomy = settings.model_copy(update={"engine": settings.engine.model_copy(update={"kv_mb": 64})})
-    check_memory(roomy, tiny_target)
+    check_memory(roomy, long_target)
     long = settings.engine.model_copy(update={"kv_mb": 1, "context": 1 << 20})
     with pytest.raises(ConfigError, match=r"^engine\.kv_mb is 1: raise it, .* engine\.context tokens needs up to \d+$"):
-        check_memory(settings.model_copy(update={"engine": long}), tiny_target)
+        check_memory(settings.model_copy(update={"engine": long}), long_target)
 
 
-def test_kv_memory_of_a_request_includes_selected_tokens(settings, tiny_target):
+def test_kv_memory_of_a_request_includes_selected_tokens(settings, long_target):
     tight = settings.engine.model_copy(update={"kv_mb": 1, "context": 1 << 16})
     many = settings.model_copy(
         update={"engine": tight, "drafter": TokenSelectSettings(top=1 << 16, initial=1, local=1)}
@@ -289,6 +296,6 @@ def test_kv_memory_of_a_request_includes_selected_tokens(settings, tiny_target):
     needed = []
     for case in (few, many):
         with pytest.raises(ConfigError, match="needs up to") as caught:
-            check_memory(case, tiny_target)
+            check_memory(case, long_target)
         needed.append(int(str(caught.value).rsplit(" ", 1)[1]))
     assert needed[1] == pytest.approx(2 * needed[0], rel=0.05)
