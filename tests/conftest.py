@@ -32,9 +32,10 @@ class _SharedServices(LoadFileScheduling):
         return "end-to-end" if file.startswith("tests/e2e/") else file
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """Return the scheduler for ``--dist loadfile``."""
-    return _SharedServices(config, log) if config.getvalue("dist") == "loadfile" else None
+    return _SharedServices(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -85,7 +85,8 @@ def scaling(
     settings = settings_of(config, overrides)
     if points.is_dir() or not points.parent.is_dir():
         fail(f"--points: cannot write {points}")
-    if (context := settings.engine.context or CONTEXT) < CONTEXT:
+    context = settings.engine.context
+    if context is not None and context < CONTEXT:
         fail(f"engine.context must be at least {CONTEXT} for the timing, not {context}")
     growth = ChainSettings(depth=depth, governed=False)
     engine = settings.engine.model_copy(update={"max_draft": max(settings.engine.max_draft, DEEPEST)})

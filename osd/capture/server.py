@@ -31,7 +31,7 @@ LEAST_VERSION = (6, 2)
 """Oldest version of Redis with all commands that osd uses, such as XAUTOCLAIM and XTRIM with MINID."""
 
 _PORTS = range(20_000, 32_000)
-"""Ports below those that Linux by default gives to outgoing connections, which could take one before a server does."""
+"""Ports that Linux gives to no outgoing connection, with its default settings."""
 
 START_SECONDS = 10.0
 PORT_ATTEMPTS = 5
@@ -280,7 +280,7 @@ def find_server() -> Path:
 
 
 def free_port() -> int:
-    """Return a port on loopback that is free now, and that no outgoing connection takes later."""
+    """Return a port on loopback that is free now; no outgoing connection takes it before a server listens on it."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", secrets.choice(_PORTS)))

@@ -112,8 +112,8 @@ class EngineSettings(Section):
     context: int | None = Field(
         default=None,
         ge=16,
-        description="prompt and completion tokens of one sequence; by default the length of the model, as far as all "
-        "slots fit a quarter of the memory",
+        description="prompt and completion tokens of one sequence; by default the length of the model, or less if all "
+        "slots need more than a quarter of the memory",
     )
     kv_mb: int | None = Field(
         default=None,

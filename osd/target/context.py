@@ -49,9 +49,8 @@ def describe_context(settings: Settings, directory: Path) -> str:
     elif context == length:
         reason = "the length of the model"
     else:
-        part = f"of {settings.engine.slots} slots in a quarter of the memory"
-        part = part if settings.engine.kv_mb is None else "of a request in half of engine.kv_mb"
-        reason = f"the length {part}; the model allows {length:,} (engine.context)"
+        limit = "the memory" if settings.engine.kv_mb is None else "engine.kv_mb"
+        reason = f"limited by {limit}; the model allows {length:,} (engine.context)"
     return f"{context:,} tokens for a prompt with its completion: {reason}"
 
 

@@ -50,7 +50,7 @@ def choices(chance: random.Random) -> list[str]:
 
 
 def long_lists() -> list[str]:
-    """Return bodies with long lists. Making them takes a tenth of a second of a processor, so attacks share them."""
+    """Return bodies with long lists. Making them takes much processor time, so all attacks share them."""
     chance = random.Random(0)  # noqa: S311
     texts = ["".join(chance.choices("abc", k=9)) for _ in range(20_000)]
     fields: tuple[dict[str, Any], ...] = (

@@ -1,4 +1,4 @@
-"""Longest text: that of the setting, of the model, or of the memory."""
+"""Limit on the length of a text: the setting, the model or the memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 32_768
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Target with many positions, each of which takes 1 KiB in float32."""
+    """Target with many positions; in float32 a position takes 1 KiB."""
     return make_tiny(tmp_path_factory.mktemp("long"), max_position_embeddings=LONG)
 
 
@@ -61,9 +61,7 @@ def test_all_slots_fit_a_quarter_of_the_memory(slots: int, long: Path, monkeypat
         return slots * slot_bytes(config.num_hidden_layers, heads[0], places, 4 * heads[1])
 
     assert taken(tokens) <= slots * (16 << 20) < taken(tokens + 256)
-    assert f"the length of {slots} slots in a quarter of the memory; the model allows 32,768" in (
-        describe_context(chosen, long)
-    )
+    assert describe_context(chosen, long).endswith(": limited by the memory; the model allows 32,768 (engine.context)")
 
 
 def test_little_memory_still_leaves_the_usual_length(long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +72,6 @@ def test_little_memory_still_leaves_the_usual_length(long: Path, monkeypatch: py
 def test_engine_starts_with_any_budget_of_two_requests(long: Path) -> None:
     for megabytes in (8, 9, 21):
         chosen = settings(kv_mb=megabytes, slots=2)
-        assert "of a request in half of engine.kv_mb" in describe_context(chosen, long)
+        assert ": limited by engine.kv_mb; the model allows 32,768" in describe_context(chosen, long)
         engine = make_engine(chosen, long, load_tokenizer(long), None, None)
         assert engine.target.context == context_of(chosen, long) >= 2048
