@@ -35,7 +35,7 @@ from benchmarks.service import serve
 from benchmarks.turns import rotated
 from deploy.assembly import START_ERRORS
 from deploy.embedded import Embedded, check_port
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
 from osd.cli.report import Markdown, ReportFile, Svg, check_files, conclude, say
 from osd.config import Settings, drafter_of
 from osd.drafting.trainable import Trainable
@@ -79,6 +79,7 @@ def net(
     turns: Annotated[int, typer.Option(min=1, help="Passes of each way.")] = 3,
     records: Records = 100,
     tokens: Tokens = 48,
+    temperature: Temperature = 0.0,
     passes: Passes = 8.0,
     most: Most = 16.0,
     minutes: Minutes = 10.0,
@@ -111,7 +112,8 @@ def net(
         arriving = read(arrivals)
         if full:
             arriving = [replace(arrival, tokens=tokens) for arrival in arriving]
-        traffic = RequestStream.of([prompts_of(file) for file in stream], paced(arriving, None, tokens), requests)
+        prompts = [prompts_of(file) for file in stream]
+        traffic = RequestStream.of(prompts, paced(arriving, None, tokens), requests, temperature)
         check_port(settings.serving.host, settings.serving.port)
     except (TrafficError, *START_ERRORS) as error:
         fail(error)
@@ -141,6 +143,7 @@ def net(
         "trainer": settings.trainer.model_dump(),
         "before": {"name": recorded.name, "records": len(recorded.arriving)},
         "streams": {"names": [file.stem for file in stream], "requests": requests, "tokens": tokens, "full": full},
+        "temperature": temperature,
         "arrivals": arrivals.name,
         "load": load,
         "capacity": asdict(measured.capacity),
@@ -173,13 +176,20 @@ class FirstDrafter:
 
 @dataclass(frozen=True)
 class RequestStream:
-    """Prompts in order, with their arrival times and answer lengths."""
+    """Prompts in order, with their arrival times and answer lengths, and the temperature of all requests."""
 
     prompts: Sequence[Prompt]
     arrivals: Sequence[Arrival]
+    temperature: float = 0.0
 
     @classmethod
-    def of(cls, streams: Sequence[Iterable[Prompt]], arrivals: Sequence[Arrival], requests: int) -> RequestStream:
+    def of(
+        cls,
+        streams: Sequence[Iterable[Prompt]],
+        arrivals: Sequence[Arrival],
+        requests: int,
+        temperature: float = 0.0,
+    ) -> RequestStream:
         """Take the first ``requests`` new prompts of each stream, one stream after the other, with an arrival each.
 
         A prompt is new if no chosen prompt has the same system prompt and turns. Arrivals are assigned in order.
@@ -196,7 +206,7 @@ class RequestStream:
             _check(len(new_keys), "distinct prompts", requests)
             chosen |= {key: distinct[key] for key in new_keys[:requests]}
         _check(len(arrivals), "arrivals", len(chosen))
-        return cls(list(chosen.values()), arrivals[: len(chosen)])
+        return cls(list(chosen.values()), arrivals[: len(chosen)], temperature)
 
     @property
     def longest(self) -> int:
@@ -208,7 +218,7 @@ class RequestStream:
         size = len(self.arrivals)
         picked = [index * size // count for index in range(count)]
         arrivals = [Arrival(0.0, self.arrivals[index].tokens) for index in picked]
-        return RequestStream([self.prompts[index] for index in picked], arrivals)
+        return replace(self, prompts=[self.prompts[index] for index in picked], arrivals=arrivals)
 
     def at(self, rate: float) -> RequestStream:
         """Return the same requests at ``rate`` requests per second."""
@@ -227,6 +237,7 @@ def results_of(settings: Settings, origin: Sequence[Any], traffic: RequestStream
         settings.serving.replicas,
         list(origin),
         *([asdict(part) for part in parts] for parts in (traffic.prompts, traffic.arrivals)),
+        traffic.temperature,
         asdict(Machine.here()),
     ]
     return Results(settings.home_dir / "passes" / "net", facts)
@@ -285,7 +296,7 @@ def _served(settings: Settings, first: FirstDrafter, traffic: RequestStream, way
         manifest = {"parent": None, "trained_on": {}}
         Registry(storage_of(settings)).publish(settings.domain, first.weights, first.config, manifest)
     key = settings.serving.api_key.get_secret_value() if settings.serving.api_key else None
-    load = Load(1.0, max_tokens=traffic.longest, arrivals=tuple(traffic.arrivals))
+    load = Load(1.0, max_tokens=traffic.longest, temperature=traffic.temperature, arrivals=tuple(traffic.arrivals))
     status: dict[str, Any] = {}
     with Embedded(settings) as service:
         if service.trainer is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from benchmarks.net.passes import (
     FROZEN,
@@ -100,19 +103,16 @@ def accounts(trained: ServicePass, untrained: ServicePass) -> list[AccountPoint]
     during training. The cost is the trainer's CPU time.
     """
     return [
-        AccountPoint(point.seconds, point.training, trained.cores * (_busy(untrained, point.requests) - point.busy))
+        AccountPoint(point.seconds, point.training, trained.cores * (_until(untrained, point.requests)[1] - point.busy))
         for point in trained.curve
     ]
 
 
-def _busy(run: ServicePass, requests: float) -> float:
-    """Return the engine seconds until ``requests`` requests were answered."""
-    for before, after in itertools.pairwise(run.curve):
-        if requests <= after.requests:
-            return before.busy + (after.busy - before.busy) * (requests - before.requests) / (
-                after.requests - before.requests
-            )
-    return run.end.busy
+def _until(run: ServicePass, requests: float) -> tuple[float, float]:
+    """Return the tokens and engine seconds until ``requests`` requests were answered."""
+    answered = [point.requests for point in run.curve]
+    tokens, busy = [point.tokens for point in run.curve], [point.busy for point in run.curve]
+    return float(np.interp(requests, answered, tokens)), float(np.interp(requests, answered, busy))
 
 
 def capacity_note(results: NetResults) -> str:
@@ -127,25 +127,18 @@ def capacity_note(results: NetResults) -> str:
 
 
 def net_plots(results: NetResults) -> list[Plot]:
-    """Plot the first turn: acceptance, speed as a share of the highest speed, and cost and saving of training.
+    """Plot the first turn: acceptance, speed, and cost and saving of training.
 
-    Savings below 0 are drawn as 0.
+    If plain decoding was measured, the speed is divided by that of plain decoding for the same requests. Savings below
+    0 are drawn as 0.
     """
     turn = results.turns[0]
     acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in results.ways if way != PLAIN}
-    speeds: dict[str, list[tuple[float, float]]] = {way: [] for way in results.ways}
-    for way in results.ways:
+    for way, line in acceptance.items():
         for before, after in itertools.pairwise(turn[way].curve):
-            speeds[way].append((after.requests, (after.tokens - before.tokens) / (after.busy - before.busy)))
-            if way in acceptance:
-                rate = acceptance_rate(after.accepted - before.accepted, after.drafted - before.drafted)
-                acceptance[way].append((after.requests, rate))
-    fastest = max(speed for line in speeds.values() for _, speed in line)
-    shares = {way: [(requests, speed / fastest) for requests, speed in line] for way, line in speeds.items()}
-    plots = [
-        Plot("acceptance rate: accepted / drafted", acceptance, unit="requests"),
-        Plot(f"tokens per busy second, of {fastest:.0f}", shares, unit="requests"),
-    ]
+            rate = acceptance_rate(after.accepted - before.accepted, after.drafted - before.drafted)
+            line.append((after.requests, rate))
+    plots = [Plot("acceptance rate: accepted / drafted", acceptance, unit="requests"), _speed_plot(turn)]
     for way, base in _measured_pairs(_LEARNING, results):
         account = accounts(turn[way], turn[base])
         most = max(1.0, *(max(point.cost, point.saved) for point in account))
@@ -155,6 +148,24 @@ def net_plots(results: NetResults) -> list[Plot]:
         }
         plots.append(Plot(f"{way} / {base}: seconds of a core, of {most:.0f}", lines, unit="seconds"))
     return plots
+
+
+def _speed_plot(turn: Mapping[str, ServicePass]) -> Plot:
+    plain = turn.get(PLAIN)
+    lines: dict[str, list[tuple[float, float]]] = {way: [] for way in turn}
+    for way, run in turn.items():
+        for first, last in itertools.pairwise(point.requests for point in run.curve):
+            base = 1.0 if plain is None else _speed(plain, first, last)
+            lines[way].append((last, _speed(run, first, last) / base))
+    title = "tokens per busy second" + ("" if plain is None else ", divided by those of plain decoding")
+    most = max(value for line in lines.values() for _, value in line)
+    return Plot(title, lines, unit="requests", top=math.ceil(2 * most) / 2)
+
+
+def _speed(run: ServicePass, first: float, last: float) -> float:
+    """Return the tokens per busy second between two numbers of answered requests."""
+    (tokens, busy), (all_tokens, all_busy) = _until(run, first), _until(run, last)
+    return (all_tokens - tokens) / (all_busy - busy)
 
 
 def _measured_pairs(pairs: Sequence[tuple[str, str]], results: NetResults) -> list[tuple[str, str]]:

@@ -84,8 +84,8 @@ def passes(monkeypatch):
     return sent
 
 
-def run(home, turns, requests=20, load=0.6, origin=(), **settings):
-    traffic = RequestStream(made_up(requests), [Arrival(float(n), 8) for n in range(requests)])
+def run(home, turns, requests=20, load=0.6, origin=(), temperature=0.0, **settings):
+    traffic = RequestStream(made_up(requests), [Arrival(float(n), 8) for n in range(requests)], temperature)
     chosen = Settings(home=home, **settings)
     return net.measure(
         chosen, net.results_of(chosen, origin, traffic), net.FirstDrafter({}, {}), traffic, load, turns
@@ -124,7 +124,8 @@ def test_measured_passes_are_reused_for_the_same_facts(passes, tmp_path):
     assert len(passes) == 13
     run(tmp_path, 1, load=0.25)  # the capacity is known
     assert len(passes) == 19
-    for change in ({"requests": 19}, {"origin": ["gsm8k"]}, {"drafter": {"kind": "medusa"}}):
+    changes = ({"requests": 19}, {"origin": ["gsm8k"]}, {"drafter": {"kind": "medusa"}}, {"temperature": 0.7})
+    for change in changes:
         before = len(passes)
         run(tmp_path, 1, **change)
         assert len(passes) == before + 7, change

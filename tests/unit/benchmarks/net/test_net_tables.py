@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree
 
 from benchmarks.net.passes import FROZEN, PLAIN, TRAINED, BurstCapacity, NetResults
@@ -41,14 +42,35 @@ def test_missing_figure_is_shown_as_a_dash():
     assert {row[0]: row[3] for row in ratios.rows}["trained / plain"] == "-"
 
 
+def test_plotted_speed_without_plain_decoding_is_absolute():
+    rows = passes_of_ways(trained={"busy": 25.0})
+    del rows[PLAIN]
+    _, speed, *_ = net_plots(NetResults(BurstCapacity(8, 1, 1), 1, [rows]))
+    assert speed.title == "tokens per busy second"
+    assert (speed.lines[FROZEN], speed.lines[TRAINED]) == ([(40, 8.0)], [(40, 16.0)])
+
+
+def test_plotted_speed_is_relative_to_plain_decoding():
+    rows = passes_of_ways()
+    start, end = rows[PLAIN].curve[0], rows[PLAIN].curve[-1]
+    half = replace(end, requests=20.0, tokens=100.0, busy=10.0)  # 10 tokens a second, then 7.5
+    rows[PLAIN] = replace(rows[PLAIN], curve=[start, half, end])
+    early = replace(end, requests=10.0, tokens=100.0, busy=5.0)  # 20 tokens a second, where plain has 10
+    rows[TRAINED] = replace(rows[TRAINED], curve=[start, early, replace(end, requests=20.0, tokens=200.0, busy=25.0)])
+    _, speed, *_ = net_plots(NetResults(BurstCapacity(8, 1, 1), 1, [rows]))
+    assert speed.lines[PLAIN] == [(20, 1.0), (40, 1.0)]
+    assert speed.lines[TRAINED] == [(10, 2.0), (20, 0.5)]
+    assert speed.top == 2.0
+
+
 def test_plots_show_acceptance_speed_cost_and_saving(tmp_path):
     rows = passes_of_ways(trained={"busy": 25.0, "accepted": 150.0})
     acceptance, speed, alone, _ = net_plots(NetResults(BurstCapacity(8, 1, 1), 1, [rows]))
     assert PLAIN not in acceptance.lines
     assert acceptance.lines[TRAINED] == [(40, 0.75)]
-    assert (speed.lines[PLAIN], speed.lines[TRAINED]) == ([(40, 0.5)], [(40, 1.0)])
+    assert (speed.lines[PLAIN], speed.lines[TRAINED]) == ([(40, 1.0)], [(40, 2.0)])
     assert alone.title == "trained / frozen: seconds of a core, of 50"
     assert alone.lines == {"spent": [(0, 0), (100, 0.4)], "saved": [(0, 0), (100, 1.0)]}
     write_plot(tmp_path / "p.svg", [acceptance, speed, alone])
-    assert "of 16" in (tmp_path / "p.svg").read_text()
+    assert "of plain decoding" in (tmp_path / "p.svg").read_text()
     assert ElementTree.parse(tmp_path / "p.svg")  # noqa: S314 - our own file
