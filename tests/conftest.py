@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tests.leftovers import Leftovers
 from tests.waiting import wait_until
@@ -23,13 +24,23 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ.get("OSD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # run GPU kernels on the CPU; Triton reads it at import
 
+_END_TO_END = "end-to-end"
+
 
 class _SharedServices(LoadFileScheduling):
-    """Scheduler that runs the tests of a file in one process, and all end-to-end tests, which share a service."""
+    """Scheduler that runs the tests of a file in one process, and all end-to-end tests, which share a service.
+
+    Those begin, then files with few tests, which are the slow ones: so all processes end at about the same time.
+    """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        queue = self.workqueue
+        queue.move_to_end(min(queue, key=lambda scope: (scope != _END_TO_END, len(queue[scope]))), last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "end-to-end" if file.startswith("tests/e2e/") else file
+        return _END_TO_END if file.startswith("tests/e2e/") else file
 
 
 @pytest.hookimpl(optionalhook=True)

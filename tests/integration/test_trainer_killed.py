@@ -52,7 +52,7 @@ def check_whole(url, home, registry):
     "no version and no acknowledged record is lost, and no partial result remains",
     process="trainer: SIGKILL at a line of code",
 )
-@pytest.mark.parametrize("points", [4, pytest.param(16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("points", [2, pytest.param(16, marks=pytest.mark.soak)])
 def test_trainer_killed_while_writing_loses_nothing(redis_url, redis_client, tmp_path, points):
     killer = Killer("tests.integration.killed")
     try:

@@ -50,7 +50,7 @@ from tests.unit.engine.steps import randomised
 from tests.unit.engine.toys import Lookup, Pairs, Rider, Skip
 from tests.unit.verification.test_penalties import written_out
 
-VOCABULARY, LENGTH, COUNT, SLOTS, PROMPT = 5, 3, 4000, 64, (3, 1, 4)
+VOCABULARY, LENGTH, COUNT, SLOTS, PROMPT = 5, 3, 2500, 64, (3, 1, 4)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def policy_named(name: str) -> Policy:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_keep_the_output_distribution(model: LlamaForCausalLM, name: str) -> None:
-    assert p_value(model, SamplingParams(1.0), policy_named(name), count=2500) > 1e-4
+    assert p_value(model, SamplingParams(1.0), policy_named(name)) > 1e-4
 
 
 @pytest.mark.soak
@@ -350,7 +350,7 @@ def test_changing_tree_shapes_keep_the_distribution(model: LlamaForCausalLM, mon
 
     monkeypatch.setattr(AcceptanceTable, "due", lambda self: True)
     monkeypatch.setattr(CostModel, "forward_by_share", random_choice)
-    assert p_value(model, SamplingParams(1.0), policy, count=2500) > 1e-4
+    assert p_value(model, SamplingParams(1.0), policy) > 1e-4
     assert len(shapes) > 2
 
 
@@ -370,7 +370,7 @@ def test_repetition_within_a_draft_is_penalised(model: LlamaForCausalLM) -> None
     # Only the draft path shows that two drafted tokens are equal: the penalty ignores the prompt, and the first token
     # of the output differs. The fourth token depends on it. The high temperature accepts many draft tokens.
     sampling = SamplingParams(3.0, presence_penalty=-4.0)
-    assert p_value(model, sampling, count=2500, length=4, cells=repetitions) > 1e-4
+    assert p_value(model, sampling, length=4, cells=repetitions) > 1e-4
 
 
 class AcceptEverything(ChainRule):
