@@ -159,7 +159,8 @@ class RecallSettings(Section):
 
     megabytes: int = Field(default=26, ge=1, le=65536, description="memory of a domain's table, 64 bytes per entry")
     shared: bool = Field(
-        default=True, description="true: one table for all clients of a domain; false: one table for each API key"
+        default=True,
+        description="true: one table for all clients of a domain; false: one table for each tenant or key without one",
     )
 
 
