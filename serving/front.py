@@ -35,6 +35,8 @@ _ROUTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Paths whose requests are routed by the prefix of the prompt."""
 _BODY_BYTES, _BODY_SECONDS = 1 << 20, 0.1
 """Size and time limits for reading a body to route by its prefix; other requests go to any replica."""
+_LENGTH_DIGITS = 10
+"""Digits of a length that is read as a number; Python refuses very long numbers."""
 _DELIVERY = Delivery(COUNTS, ACTOR)
 _BROKEN = "The replica ended before it answered completely. Try again."
 _SILENT = f"The service received nothing from a replica for {SILENCE_SECONDS:.0f} seconds. Try again."
@@ -89,10 +91,11 @@ class Front:
 def _is_routed_by_body(scope: Scope) -> bool:
     """Return whether to read the body of a request to choose its replica."""
     headers = dict(scope["headers"])
-    length = headers.get(b"content-length", b"0")
-    is_small = length.isdigit() and int(length) <= _BODY_BYTES
     # With an Expect header the client waits for the replica before it sends the body.
-    return scope["path"] in _ROUTED_PATHS and is_small and b"expect" not in headers
+    if scope["path"] not in _ROUTED_PATHS or b"expect" in headers:
+        return False
+    length = headers.get(b"content-length", b"0").lstrip(b"0") or b"0"
+    return length.isdigit() and len(length) <= _LENGTH_DIGITS and int(length) <= _BODY_BYTES
 
 
 async def _send_and_count(template: str, send: Send, message: Message) -> None:

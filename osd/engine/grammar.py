@@ -191,7 +191,7 @@ def _max_bytes(text: str) -> int:
 
 def _refusal(kind: str, error: str) -> str:
     """Return the reason of an error of the library, without the user's text except the names of schema keywords."""
-    if match := re.search(r"Unimplemented keys: (\[.*?\])", error):
+    if match := re.search(r'Unimplemented keys: (\["[\w$-]+"(?:, "[\w$-]+")*\])', error):
         names = [ascii(name)[1:-1][:32] for name in json.loads(match[1])[:4]]
         return f"has keywords that are not supported: {', '.join(names)}"
     if "oneOf constraints" in error:

@@ -22,7 +22,7 @@ from serving.api.checks import (
     completion_budget,
     policy_of,
 )
-from serving.api.schemas import ChatRequest, CompletionRequest, Generate
+from serving.api.schemas import ChatRequest, CompletionRequest, Generate, StreamOptions
 from serving.api.server_routes import ModelRoutes
 from serving.api.structured import OutputConstraint
 from serving.api.thinking import thinking_marks, unknown_variable
@@ -42,25 +42,62 @@ _LEAST_TEMPERATURE = 1e-4  # below, logits / temperature overflows float32; deco
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Validated request with its sequences.
+class AnswerForm:
+    """Form of a response, from the body of the request.
 
     Attributes:
-        body: body of the request.
+        model: name of the model in the request; None without one.
+        chat: whether it is a chat completion.
+        stream: whether it is sent as events.
+        usage: whether the events end with token counts.
+        continuous_usage: whether each event has token counts.
+        sources: whether it has the source of each token.
+        functions: names of the functions that the model may call.
+    """
+
+    model: str | None
+    chat: bool
+    stream: bool
+    usage: bool
+    continuous_usage: bool
+    sources: bool
+    functions: list[str]
+
+    @classmethod
+    def of(cls, body: Generate) -> AnswerForm:
+        """Return the form that a body asks for."""
+        options = body.stream_options or StreamOptions()
+        return cls(
+            body.model,
+            body.chat,
+            bool(body.stream),
+            bool(options.include_usage),
+            bool(options.continuous_usage_stats),
+            body.reports_sources,
+            [function.name for function in body.callable],
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Validated request with its sequences. The body, which may be large, is not kept while it is answered.
+
+    Attributes:
+        answer: form of the response.
         id: id of the response.
         prompts: number of tokens of each prompt.
         sequences: requests of the engine; each prompt has the same number, and they are ordered by prompt.
         seconds: time limit of the response; None for no limit.
-        form: field of the body that gives the form of the answer; "" for none.
+        constrained_by: field of the body that constrains the text of the answer; "" for none.
         calls: format of function calls; None if the model may not call functions.
     """
 
-    body: Generate
+    answer: AnswerForm
     id: str
     prompts: list[int]
     sequences: list[Request]
     seconds: float | None
-    form: str = ""
+    constrained_by: str = ""
     calls: ToolFormat | None = None
 
 
@@ -229,7 +266,8 @@ class EngineRequests:
                 )
         seconds = self._limits.request_timeout_s if body.timeout is None else body.timeout
         field = "" if form is None else form.param
-        return Prepared(body, response_id, [len(ids) for ids in prompts], sequences, seconds, field, calls)
+        answer, counts = AnswerForm.of(body), [len(ids) for ids in prompts]
+        return Prepared(answer, response_id, counts, sequences, seconds, field, calls)
 
 
 def _controller_options(body: Generate) -> ControllerOptions | None:

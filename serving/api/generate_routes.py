@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from osd.engine.request import Update
-from serving.access.keys import caller_of
+from serving.access.keys import Caller, caller_of
 from serving.api.engine_requests import EngineRequests, Prepared
 from serving.api.generation import Generation
 from serving.api.responses import Logprobs, ResponseBuilder, TokenSources, collect, events
@@ -19,7 +19,7 @@ from serving.api.schemas import ChatRequest, CompletionRequest
 from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import CallReader
 from serving.http.errors import Disconnected
-from serving.http.limits import Arrivals
+from serving.http.limits import AnyBody, Arrivals
 from serving.http.sse import EventStream
 from serving.reference.document import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, CompletionChunk, TextCompletion
@@ -42,23 +42,25 @@ class GenerateRoutes:
 
     async def chat(self, request: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
-        async with self._arrivals.body(request, ChatRequest) as body:
-            prepared = await self._requests.chat(body, caller_of(request))
-        return await self._answer(request, prepared)
+        return await self._answer(request, await self._prepare(request, ChatRequest, self._requests.chat))
 
     async def complete(self, request: Request) -> Response:
         """Handle ``POST /v1/completions``."""
-        async with self._arrivals.body(request, CompletionRequest) as body:
-            prepared = await self._requests.completion(body, caller_of(request))
-        return await self._answer(request, prepared)
+        return await self._answer(request, await self._prepare(request, CompletionRequest, self._requests.completion))
+
+    async def _prepare(
+        self, request: Request, schema: type[AnyBody], prepare: Callable[[AnyBody, Caller], Awaitable[Prepared]]
+    ) -> Prepared:
+        async with self._arrivals.body(request, schema) as body:
+            return await prepare(body, caller_of(request))
 
     async def _answer(self, request: Request, prepared: Prepared) -> Response:
-        service, caller, observed, body = self._service, caller_of(request), observed_of(request), prepared.body
+        service, caller, observed, answer = self._service, caller_of(request), observed_of(request), prepared.answer
         observed.identify(prepared.id, caller)
         sequences = [replace(sequence, arrived=observed.arrived) for sequence in prepared.sequences]
         charge = partial(service.access.budgets.charge, caller.key)
         generation = Generation(
-            service, self._requests.admission, sequences, prepared.seconds, charge, observed, prepared.form
+            service, self._requests.admission, sequences, prepared.seconds, charge, observed, prepared.constrained_by
         )
         builder = self._builder_of(prepared)
         handed_over = False
@@ -66,15 +68,13 @@ class GenerateRoutes:
             generation.start(request.receive)
             charge(sum(prepared.prompts))
             updates = generation.updates()
-            if not body.stream:
+            if not answer.stream:
                 return JSONResponse(await collect(builder, updates))
             # Wait for the first update before the status is sent, so that an earlier failure has its own status.
             updates = _prepend(await anext(updates), updates)
-            options = body.stream_options
-            usage = bool(options and options.include_usage)
-            continuous = bool(options and options.continuous_usage_stats)
             handed_over = True
-            return EventStream(events(builder, updates, usage, continuous), generation.close)
+            stream = events(builder, updates, answer.usage, answer.continuous_usage)
+            return EventStream(stream, generation.close)
         except Disconnected:
             return Response(status_code=499)
         finally:
@@ -82,17 +82,17 @@ class GenerateRoutes:
                 generation.close()
 
     def _builder_of(self, prepared: Prepared) -> ResponseBuilder:
-        body, reader = prepared.body, None
+        answer, reader = prepared.answer, None
         if prepared.calls is not None:
-            reader = partial(CallReader, prepared.calls, [function.name for function in body.callable])
+            reader = partial(CallReader, prepared.calls, answer.functions)
         return ResponseBuilder(
             prepared.id,
-            body.model or self._service.model.id,
-            body.chat,
+            answer.model or self._service.model.id,
+            answer.chat,
             len(prepared.sequences),
             prepared.prompts,
-            Logprobs(body.chat, self._tokenizing.texts),
-            TokenSources(self._tokenizing.texts) if body.reports_sources else None,
+            Logprobs(answer.chat, self._tokenizing.texts),
+            TokenSources(self._tokenizing.texts) if answer.sources else None,
             reader,
             prepared.sequences[0].thinking,
             any(sequence.prediction for sequence in prepared.sequences),

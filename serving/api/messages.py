@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from osd.nesting import check_nesting
 from serving.api.structured import JsonSchemaText, check_size
-from serving.http.body import Body, limits_of, too_many
+from serving.http.body import Body, at_most, limits_of, too_many
 
 MOST_TOOLS = 128
 """Limit on the entries of ``tools`` and of the ``tool_calls`` of a message."""
@@ -107,12 +107,6 @@ class ToolCall(Body):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
-def _check_count(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MOST_TOOLS:
-        raise ValueError(f"has {len(value)} entries and the limit is {MOST_TOOLS}")
-    return value
-
-
 def _check_tools(value: list[Tool] | None) -> list[Tool] | None:
     check_size(sum(len(json.dumps(tool.function.arguments)) for tool in value or ()))
     seen: set[str] = set()
@@ -132,8 +126,8 @@ def _choice(value: Any) -> Any:
     return value
 
 
-Tools = Annotated[list[Tool] | None, AfterValidator(_check_tools), BeforeValidator(_check_count)]
-ToolCalls = Annotated[list[ToolCall] | None, BeforeValidator(_check_count)]
+Tools = Annotated[list[Tool] | None, AfterValidator(_check_tools), at_most(MOST_TOOLS)]
+ToolCalls = Annotated[list[ToolCall] | None, at_most(MOST_TOOLS)]
 ToolChoice = Annotated[
     ToolChoiceMode | None,
     BeforeValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | None),

@@ -12,7 +12,7 @@ from serving.access.keys import MOST_PRIORITY
 from serving.api.messages import Content, Function, Messages, ToolChoice, Tools
 from serving.api.structured import OutputConstraint, ResponseFormat, StructuredOutputs
 from serving.api.tool_calls import ToolFormat
-from serving.http.body import Body, limits_of, too_many, unsupported
+from serving.http.body import Body, at_most, limits_of, too_many, unsupported
 
 MOST_BIASES = 1024
 """Limit on the entries of ``logit_bias``."""
@@ -20,6 +20,10 @@ MOST_STOP = 4096
 """Limit on the characters of all ``stop`` strings together."""
 MOST_STOP_IDS = 64
 """Limit on the entries of ``stop_token_ids``."""
+MOST_METADATA = 16
+"""Limit on the entries of ``metadata``, as in OpenAI's API; so are the limits on names and values."""
+MOST_VARIABLES = 32
+"""Limit on the entries of ``chat_template_kwargs``."""
 
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
@@ -46,14 +50,9 @@ def _stops(value: Any) -> Any:
     return value
 
 
-def _stop_ids(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MOST_STOP_IDS:
-        raise ValueError(f"has {len(value)} entries and the limit is {MOST_STOP_IDS}")
-    return value
-
-
 _Stop = Annotated[str, Field(min_length=1)]
 _Ids = list[Annotated[int, Field(ge=0)]]
+_Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
 def _biases(value: Any) -> Any:
@@ -199,7 +198,7 @@ class Generate(Body):
     logit_bias: Annotated[list[tuple[int, float]] | None, _BIASES] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[_Stop] | None, _STOPS] = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, BeforeValidator(_stop_ids)] = None
+    stop_token_ids: Annotated[_Ids | None, at_most(MOST_STOP_IDS)] = None
     min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=8)
     stream: bool | None = None
@@ -212,7 +211,7 @@ class Generate(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[_Metadata | None, at_most(MOST_METADATA)] = None
     service_tier: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -284,7 +283,7 @@ def _variable(name: str) -> str:
     return name
 
 
-_Variable = Annotated[str, AfterValidator(_variable)]
+_Variables = dict[Annotated[str, Field(max_length=64), AfterValidator(_variable)], str | int | float | bool | None]
 
 
 class PredictedOutput(Body):
@@ -316,7 +315,7 @@ class ChatRequest(Generate):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     prediction: PredictedOutput | None = None
     reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = None
-    chat_template_kwargs: dict[_Variable, str | int | float | bool | None] | None = None
+    chat_template_kwargs: Annotated[_Variables | None, at_most(MOST_VARIABLES)] = None
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import lru_cache
 
 from osd.engine.thinking import ThinkingMarks
 
@@ -18,4 +19,10 @@ def thinking_marks(template: str) -> ThinkingMarks | None:
 
 def unknown_variable(template: str, names: Collection[str]) -> str | None:
     """Return the first of ``names`` that a chat template does not use; None if it uses all of them."""
-    return next((name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)), None)
+    words = _words(template)
+    return next((name for name in names if name not in words), None)
+
+
+@lru_cache(4)
+def _words(template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", template))

@@ -74,11 +74,9 @@ class Tokenizing:
             ApiError: status 400 if the model's chat template rejects the messages, or they are certainly too long.
         """
         functions = [{"type": "function", "function": function.template} for function in callable]
-        size = sum(len(m.content or "") for m in messages) + sum(len(str(function)) for function in functions)
+        chat = [m.template for m in messages], functions, variables or {}
         try:
-            return await self.run(
-                size, self._service.encode_chat, [m.template for m in messages], functions, variables or {}, limit
-            )
+            return await self.run(len(str(chat)), self._service.encode_chat, *chat, limit)
         except TextTooLongError as error:
             raise _too_long("messages", error.tokens, limit) from None
         except ChatTemplateError as error:
@@ -130,6 +128,8 @@ class TokenizerRoutes:
         """Handle ``POST /detokenize``."""
         async with self._arrivals.body(request, DetokenizeRequest) as body:
             await self._models.domain_of(body.model, caller_of(request).tenant)
+            if len(body.tokens) > (most := max(self._service.model.context, LONG)):
+                raise invalid(f"'tokens' has {len(body.tokens)} entries and the limit is {most}.", "tokens")
             check_ids(body.tokens, "tokens", self._service.model.vocabulary)
             text = await self._tokenizing.decode(body.tokens)
         return JSONResponse({"prompt": text})

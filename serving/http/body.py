@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, LiteralString
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -25,8 +25,8 @@ class Body(BaseModel):
     """JSON object with known fields only.
 
     ``neutral`` maps unsupported fields to the values that do not change the result; these values are accepted. The
-    context of validation is ``ServingSettings``, which holds the limits of counts. Lists stop at the first error, so
-    that a long invalid list costs little.
+    context of validation is ``ServingSettings``, which holds the limits of counts. Lists stop at the first error, and
+    ``at_most`` limits objects, so that a long invalid value costs little.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -53,6 +53,17 @@ class Body(BaseModel):
         # The error names the first unknown field only, so the other unknown fields are dropped.
         unknown = next((name for name in present if name not in fields), None)
         return {name: value for name, value in present.items() if name in fields or name == unknown}
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Return a validator that refuses a list or an object of more than ``limit`` entries before it looks at them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"has {len(value)} entries and the limit is {limit}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def limits_of(info: ValidationInfo) -> ServingSettings:

@@ -56,7 +56,7 @@ async def read_body(request: Request, limits: ServingSettings, arrived: Callable
 async def _receive(request: Request, most: int, arrived: Callable[[int], None]) -> bytes:
     message = f"The body is larger than {most} bytes."
     too_large = ApiError(413, message, code="request_too_large", headers=_CLOSE)
-    declared = request.headers.get("content-length", "")
+    declared = request.headers.get("content-length", "").lstrip("0")
     if declared.isdecimal() and (len(declared) > len(str(most)) or int(declared) > most):
         raise too_large
     data = bytearray()

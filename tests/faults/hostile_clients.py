@@ -59,6 +59,10 @@ def long_lists() -> list[str]:
         {"prompt": list(range(200)) * 500},
         {"messages": [{"role": "user", "content": "a"}] * 10_000},
         {"tools": [{"type": "function", "function": {"name": text}} for text in texts[:5000]]},
+        {"metadata": dict.fromkeys(texts, 1)},
+        {"chat_template_kwargs": {text: [] for text in texts}},
+        {"chat_template_kwargs": {"a" * 1_000_000: 1}},
+        {"tokens": [1] * 300_000},
     )
     return [json.dumps({"prompt": "a", "max_tokens": 2, **each}) for each in fields]
 

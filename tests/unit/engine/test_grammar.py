@@ -395,6 +395,7 @@ REFUSED = {
     "division": ("json", '{"type": "integer", "multipleOf": 1234567}', "more than the 100 ms"),
     "deep": ("json", '{"type":"array","items":' * 400 + "{}" + "}" * 400, "is "),
     "ref": ("json", '{"$ref": "http://127.0.0.1/x"}', "no JSON Schema"),
+    "quoted message": ("json", '{"type": "string", "format": "Unimplemented keys: [x]"}', "no JSON Schema"),
     "rule": ("grammar", 'start: "a" nothing', "no grammar"),
     "circle": ("grammar", "start: x\nx: y\ny: x", "satisfied by no text"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -53,6 +54,8 @@ def test_full_queue_is_reported_before_a_prompt_is_encoded(make_service):
     (ChatRequest, {"messages": [MESSAGE] * 5000}),
     (ChatRequest, {"messages": [MESSAGE], **{f"field_{number}": 1 for number in range(5000)}}),
     (ChatRequest, {"messages": [MESSAGE], "stop": [""] * 5000}),
+    (ChatRequest, {"messages": [MESSAGE], "metadata": {f"name{number}": 1 for number in range(5000)}}),
+    (ChatRequest, {"messages": [MESSAGE], "chat_template_kwargs": {f"name{number}": [] for number in range(5000)}}),
     (CompletionRequest, {"prompt": [[5]] * 5000}),
     (DetokenizeRequest, {"tokens": [-1] * 5000}),
     (ChatRequest, {"messages": [MESSAGE], "osd": {"growth": {"kind": "static_tree", "acceptance": [2] * 5000}}}),
@@ -62,6 +65,46 @@ def test_validation_stops_after_the_first_errors(schema, body):
     with pytest.raises(ValidationError) as caught:
         schema.model_validate_json(json.dumps(body))
     assert caught.value.error_count() <= 3
+
+
+@pytest.mark.parametrize(("name", "value", "least"), [
+    ("metadata", {"n" * 65: ""}, "64 characters"), ("metadata", {"name": "v" * 513}, "512 characters"),
+    ("metadata", dict.fromkeys(map(str, range(17)), ""), "17 entries and the limit is 16"),
+    ("chat_template_kwargs", {"n" * 65: 1}, "64 characters"),
+    ("chat_template_kwargs", {f"n{number}": 1 for number in range(33)}, "33 entries and the limit is 32"),
+])  # fmt: skip
+def test_objects_are_limited_in_entries_and_lengths(client, name, value, least):
+    error = error_of(client.post("/v1/chat/completions", json={**CHAT, name: value}), 400)
+    assert error["param"].startswith(name)
+    assert least in error["message"]
+
+
+def test_detokenize_limits_the_number_of_tokens(client, service):
+    most = max(service.model.context, LONG)
+    assert client.post("/detokenize", json={"tokens": [1] * most}).status_code == 200
+    service.decode = lambda ids: pytest.fail("it was decoded")
+    error = error_of(client.post("/detokenize", json={"tokens": [1] * (most + 1)}), 400)
+    assert error["message"] == f"'tokens' has {most + 1} entries and the limit is {most}."
+
+
+def test_body_is_not_kept_while_the_request_runs(client, service, monkeypatch):
+    bodies, alive = [], []
+    prepare = engine_requests.EngineRequests.chat
+
+    async def remember(self, body, caller):
+        bodies.append(weakref.ref(body))
+        return await prepare(self, body, caller)
+
+    submit = service.submit
+
+    def look(*arguments, **more):
+        alive.extend(body() is not None for body in bodies)
+        return submit(*arguments, **more)
+
+    monkeypatch.setattr(engine_requests.EngineRequests, "chat", remember)
+    service.submit = look
+    assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    assert alive == [False]
 
 
 def test_tokenize_limits_the_number_of_messages(make_service):
@@ -126,6 +169,24 @@ def test_long_text_does_not_block_short_texts(client, service):
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
         other_done.set()
         assert long.result().json()["count"] == LONG + 1
+
+
+@pytest.mark.parametrize("part", [
+    {"content": "a" * LONG}, {"content": "a", "reasoning_content": "a" * LONG},
+    {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": json.dumps({"text": "a" * LONG})}}]},
+], ids=["content", "thinking", "call"])  # fmt: skip
+def test_long_part_of_a_chat_is_encoded_with_long_texts(client, service, part):
+    threads = []
+    encode_chat = service.encode_chat
+
+    def look(*arguments):
+        threads.append(threading.current_thread().name)
+        return encode_chat(*arguments)
+
+    service.encode_chat = look
+    client.post("/tokenize", json={"messages": [MESSAGE, {"role": "assistant", **part}, MESSAGE]})
+    client.post("/tokenize", json={"messages": [MESSAGE]})
+    assert [name.rpartition("_")[0] for name in threads] == ["tokenize-long", "tokenize-short"]
 
 
 def test_tokenizer_used_once_can_be_shared_by_two_threads():

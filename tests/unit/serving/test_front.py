@@ -274,6 +274,12 @@ def test_body_is_not_read_for_large_or_expect_requests(header):
     assert forwarded((0, BODY), headers=[header])["affinity"] is None
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+@pytest.mark.parametrize("length", [b"0" * 5000 + b"9", b"9" * 5000])
+def test_length_of_many_digits_is_no_error(path, length):
+    assert forwarded((0, BODY), path=path, headers=[(b"content-length", length)])["status"] == 200
+
+
 def test_other_paths_have_no_affinity_but_carry_the_body():
     assert forwarded((0, BODY), path="/tokenize") == answered(carried=True)
     assert forwarded((0.1, BODY), path="/tokenize") == answered()

@@ -149,6 +149,7 @@ def test_template_receives_variables_and_earlier_thinking(client, thinking):
     ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "not use it"),
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages", "variable of the chat template"),
     ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", ""),
+    ({"chat_template_kwargs": {"mess": 1}}, "chat_template_kwargs.mess", "does not use it"),
 ])  # fmt: skip
 def test_variable_that_the_template_does_not_use_is_refused(client, service, fields, param, why):
     error = error_of(client.post("/v1/chat/completions", json={**CHAT, **fields}), 400)
