@@ -87,7 +87,7 @@ def decode(
 
 
 @contextmanager
-def blocked_request(replica, name, updates=1):
+def blocked_request(replica, name, updates=1, **options):
     """Run a request that stops after some updates until the end of the context."""
     may_continue, stops, seen = threading.Event(), threading.Event(), []
 
@@ -97,7 +97,7 @@ def blocked_request(replica, name, updates=1):
             stops.set()
             may_continue.wait(HANG_SECONDS)
 
-    wait = decode(replica, name, tokens=100, on_progress=block)
+    wait = decode(replica, name, tokens=100, on_progress=block, **options)
     try:
         assert stops.wait(HANG_SECONDS)
         yield

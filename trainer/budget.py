@@ -19,6 +19,7 @@ from trainer.investor import Investor, is_pause
 from trainer.reporter import TrainingReporter
 
 _IDLE_SECONDS = 2.0  # between two calls of ``idle`` during sleep
+_TURN_SECONDS = 0.5  # between two calls of ``idle`` while other domains have the turn
 
 
 class TrainingBudget:
@@ -125,10 +126,10 @@ class TrainingBudget:
 
         Args:
             idle: called at first, and regularly while there is no spare capacity.
-            patience: the longest wait for the turn, in seconds.
+            patience: the longest wait for the turn, and for spare capacity, in seconds.
 
         Returns:
-            False when the worker must end, or other domains had the turn for ``patience`` seconds.
+            False when the worker must end, or after a wait of ``patience`` seconds.
         """
         idle()
 
@@ -136,14 +137,20 @@ class TrainingBudget:
             self.rest(state)
             idle()
 
-        while self._scheduler.acquire(self._domain, self.ended, patience):
-            if not self._capacity.wait(self.ended, self._paused, rest):
+        deadline = time.monotonic() + patience
+        while True:
+            turn = self._scheduler.acquire(self._domain, self.ended, min(deadline - time.monotonic(), _TURN_SECONDS))
+            if turn and not self._capacity.wait(self.ended, self._paused, rest, patience):
                 return False
-            if self._scheduler.holds(self._domain):
+            if turn and self._scheduler.holds(self._domain):
                 return True
-        if not self.ended.is_set():
-            self._set_state("waiting", "another domain of this trainer has its turn")
-        return False
+            if self.ended.is_set():
+                return False
+            if not turn:
+                self._set_state("waiting", "another domain of this trainer has its turn")
+                idle()
+            if time.monotonic() >= deadline:
+                return False
 
     def working(self) -> AbstractContextManager[None]:
         """Return a context that measures the work inside it."""

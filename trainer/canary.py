@@ -180,10 +180,14 @@ class CanaryTrial:
         if (arm := self._arms.get(evidence.version)) is not None:
             arm.add(evidence)
 
+    def is_late(self, now: float) -> bool:
+        """Return whether the trial has to end at the monotonic time ``now``."""
+        return now >= self._ends
+
     def judge(self, now: float) -> Judgement:
         """Return the decision at the monotonic time ``now``."""
         new, old = self._arms[self.version], self._arms[self.stable]
-        late = now >= self._ends
+        late = self.is_late(now)
         if new.tested.records >= FEWEST_RECORDS:
             width = self._width(new.tested.error)
             if new.tested.rate + width < CORRUPT_SHARE * self._expected:

@@ -145,18 +145,26 @@ class SpareCapacity:
             return "a short random pause measures how much training slows requests"
         return ""
 
-    def wait(self, stop: threading.Event, paused: threading.Event, set_state: Callable[[str], None]) -> bool:
+    def wait(
+        self,
+        stop: threading.Event,
+        paused: threading.Event,
+        set_state: Callable[[str], None],
+        patience: float = math.inf,
+    ) -> bool:
         """Wait until a micro-step may run.
 
         Args:
             stop: ends the wait.
             paused: prolongs the wait while it is set.
             set_state: called with "paused" or "yielding" at each check that fails.
+            patience: the longest wait, in seconds.
 
         Returns:
-            False when ``stop`` was set.
+            False when ``stop`` was set, or after ``patience`` seconds.
         """
-        while not stop.is_set():
+        deadline = time.monotonic() + patience
+        while not stop.is_set() and time.monotonic() < deadline:
             if paused.is_set():
                 set_state("paused")
             elif (share := self.spare()) == 0:

@@ -131,7 +131,7 @@ class Teacher:
                     self._tapped.purge(request)
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
-            return  # the batch is read again when Redis is back
+            return self._reader.release([delivery.place for delivery in batch])  # it is read again later
         readings: dict[Place, Reading] = {}
         for delivery in batch:
             try:
@@ -146,10 +146,13 @@ class Teacher:
         try:
             traces = self._usable_traces(readings)
         except _StoppedError:
-            return
+            return None
         if self._write(traces):
             self._reader.ack([delivery.place for delivery in batch])
             self._count(read=len(batch), traces=len(traces))
+        else:
+            self._reader.release([delivery.place for delivery in batch])
+        return None
 
     def _refuse(self, place: Place, error: Exception) -> None:
         """Refuse one exchange; without this, each restart would fail at the same exchange."""
@@ -208,7 +211,7 @@ class Teacher:
             self._writer.offer(trace)
         self._offered += len(traces)
         deadline = time.monotonic() + _WRITE_SECONDS
-        while sum(self._writer.counters().values()) < self._offered:
+        while self._writer.counters()["written"] + sum(self._writer.losses().values()) < self._offered:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.002)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from trainer.state import TrainingCost
 CHECKPOINT_SECONDS = 30.0
 """Longest training that a crash loses, and longest wait of a trained record for its acknowledgement."""
 
-_PATIENCE = 0.5  # seconds of waiting for the turn until the stream is read again
+_PATIENCE = 0.5  # seconds of waiting until the stream is read and versions in service are judged again
 _EVALUATING = "evaluating a drafter on held-out records"
 
 
@@ -211,10 +212,14 @@ class Worker:
         self.reporter.report(self.learner, self.budget.investor.decision, self.budget.investor.worth)
 
     def _renew(self) -> bool:
-        """Report the state and renew the lease; return whether requests must be forgotten."""
+        """Report the state and renew the lease; return whether a yielding micro-step must end.
+
+        It must end when requests must be forgotten, or a canary has to be decided on.
+        """
         self._report()
         self.lease.alive()
-        return self.intake.must_forget()
+        canary = self.publisher.canary
+        return self.intake.must_forget() or (canary is not None and canary.is_late(time.monotonic()))
 
     def _maintain(self) -> None:
         """Report the state, renew the lease and forget purged requests."""

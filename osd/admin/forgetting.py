@@ -125,6 +125,7 @@ def _purge_over_redis(
             time.sleep(0.1)
         # Again, for records that were in transit.
         streamed += sum(stream.purge(request) for stream in streams) + outcomes.forget(request)
+        purges.delete_shared_tokens()
         return streamed, answers, silent, missing - alive
     finally:
         outcomes.close()

@@ -15,6 +15,11 @@ class Record(Protocol):
     """Record for the stream of its domain."""
 
     @property
+    def request_id(self) -> str:
+        """Id of its request."""
+        ...
+
+    @property
     def domain(self) -> str:
         """Domain whose stream gets the record."""
         ...

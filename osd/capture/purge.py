@@ -34,6 +34,9 @@ _KNOWN_MS = 86_400_000  # time for which an absent member is known
 
 _PURGES, _ANSWERS, _ALIVE = "osd:purges", "osd:purged:", "osd:{}:"
 
+SHARED_TOKENS = "osd:vllm:"
+"""Prefix of the streams in which recall inside vLLM shares tokens without their requests."""
+
 Role = Literal["trainer", "replica"]
 _ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -80,6 +83,11 @@ class Purges(RedisClient):
         oldest = time.time() - seconds
         entries: Any = self._client.zrangebyscore(_PURGES, oldest, "+inf", withscores=True)
         return {request.decode(): purged_at for request, purged_at in entries}
+
+    def delete_shared_tokens(self) -> None:
+        """Delete the tokens that recall inside vLLM shares, as their requests are not known."""
+        for key in self._client.scan_iter(SHARED_TOKENS + "*"):
+            self._client.unlink(key)
 
     def answer(self, request: str, member: Member, removed: RemovedData) -> None:
         """Write the data that a member removed for a purge; the answer expires with the purge."""
@@ -155,6 +163,7 @@ class PurgeFollower:
 
     Attributes:
         requests: the purged requests that the member has seen, with the time of each purge.
+        newest: the time of the newest purge that is listed, 0 without one.
         updated: the time of the last complete update, in seconds since the epoch; 0 before the first.
     """
 
@@ -169,7 +178,7 @@ class PurgeFollower:
         """
         self._purges, self._member, self._forget = purges, member, forget
         self.requests: dict[str, float] = {}
-        self.updated = 0.0
+        self.newest = self.updated = 0.0
         self._forgotten: dict[str, float] = {}
         self._failing: set[str] = set()
 
@@ -196,6 +205,8 @@ class PurgeFollower:
         now = time.time()
         try:
             self.requests = self._purges.requests(REMEMBERED_SECONDS if self.updated else LISTED_SECONDS)
+            listed = [*self.requests.values(), self.newest]
+            self.newest = max((at for at in listed if at > now - LISTED_SECONDS), default=0.0)
             self._forgotten = {name: at for name, at in self._forgotten.items() if self.requests.get(name) == at}
             for request, purged_at in self.requests.items():
                 if request not in self._forgotten:

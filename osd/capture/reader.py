@@ -145,6 +145,12 @@ class StreamReader(Generic[Kind]):
             except RedisError as error:
                 self._failed(error)
 
+    def release(self, places: Iterable[Place]) -> None:
+        """Return records that were returned by ``read`` again with the next calls; ignore all other addresses."""
+        known = [place for place in places if place in self._in_flight]
+        self._in_flight.difference_update(known)
+        self._claimed.extend(known)
+
     def refuse(self, place: Place, reason: str) -> None:
         """Acknowledge a record that cannot be used, and copy it to the stream of refused records.
 

@@ -61,7 +61,14 @@ class StreamWriter(Generic[Kind]):
     dropped, because new traffic is worth more than a backlog. The thread also applies the limits of ``Retention``.
     """
 
-    def __init__(self, url: str, settings: CaptureSettings, encode: Callable[[Kind], bytes], label: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        settings: CaptureSettings,
+        encode: Callable[[Kind], bytes],
+        label: str,
+        is_purged: Callable[[str], bool] = lambda request: False,
+    ) -> None:
         """Start a writer.
 
         Args:
@@ -69,8 +76,9 @@ class StreamWriter(Generic[Kind]):
             settings: name and limits of the streams.
             encode: returns the bytes of a record; may raise TypeError, ValueError and OverflowError.
             label: the name of the records in log messages, in the plural.
+            is_purged: returns whether the request with an id was purged, so that its records are not written.
         """
-        self._settings, self._encode, self._label = settings, encode, label
+        self._settings, self._encode, self._label, self._is_purged = settings, encode, label, is_purged
         self._client = connect(url, timeout=1.0)
         self._add = self._client.register_script(_ADD)
         self._retention = Retention(self._client, settings)
@@ -86,8 +94,10 @@ class StreamWriter(Generic[Kind]):
     def offer(self, record: Kind) -> bool:
         """Queue a record without blocking; return False when the writer is closed and the record is dropped.
 
-        A full queue drops its oldest records.
+        A full queue drops its oldest records. Records of a purged request are left out without being counted.
         """
+        if self._is_purged(record.request_id):
+            return True
         try:
             dropped = self._backlog.put(record)
         except ClosedError:
@@ -153,6 +163,8 @@ class StreamWriter(Generic[Kind]):
         return record
 
     def _write(self, offered: Kind) -> None:
+        if self._is_purged(offered.request_id):  # since the offer
+            return None
         if self._backoff.remaining:
             return self._lose("redis", 1)
         prefix = self._settings.stream
@@ -213,7 +225,14 @@ class RecallWriter(StreamWriter[Trace]):
     A reduced trace takes about a hundredth of a trace with hidden states, so the budget does not apply to it.
     """
 
-    def __init__(self, url: str, settings: CaptureSettings, replica: str, kept: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        settings: CaptureSettings,
+        replica: str,
+        kept: int,
+        is_purged: Callable[[str], bool] = lambda request: False,
+    ) -> None:
         """Start a writer.
 
         Args:
@@ -221,10 +240,15 @@ class RecallWriter(StreamWriter[Trace]):
             settings: name and limits of the streams.
             replica: the name of this replica.
             kept: the number of target tokens per entry of the n-gram cache.
+            is_purged: see ``StreamWriter``.
         """
         self._kept = kept
         super().__init__(
-            url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "recalled texts"
+            url,
+            settings,
+            lambda trace: encode(msgspec.structs.replace(trace, replica=replica)),
+            "recalled texts",
+            is_purged,
         )
 
     def _drawn(self, record: Trace) -> Trace:
@@ -253,21 +277,25 @@ class TraceWriter(StreamWriter[Trace]):
             score: returns the relative value of a trace, above 0 and at most 1; called by the writer's thread.
             recalled: a writer of reduced traces that gets every trace; it is closed with this writer.
             noted: called by the writer's thread with every trace.
-            is_purged: returns whether the request with an id was purged, so that its traces are not written.
+            is_purged: see ``StreamWriter``.
         """
         writer_rate, service_rate = settings.bytes_per_second, settings.service_bytes_per_second
         rates = [rate for rate in (writer_rate, service_rate) if rate is not None]
         self._max_rate = writer_rate or math.inf
         self._budget = RecordSampler(min(rates), score) if rates else None
         self._share: BudgetShare | None = None
-        self._recalled, self._noted, self._is_purged = recalled, noted, is_purged
-        super().__init__(url, settings, lambda trace: encode(msgspec.structs.replace(trace, replica=replica)), "traces")
+        self._recalled, self._noted = recalled, noted
+        super().__init__(
+            url,
+            settings,
+            lambda trace: encode(msgspec.structs.replace(trace, replica=replica)),
+            "traces",
+            is_purged,
+        )
         if service_rate is not None:
             self._share = BudgetShare(self._client, settings.stream, replica, service_rate)
 
     def offer(self, record: Trace) -> bool:
-        if self._is_purged(record.request_id):
-            return True
         if self._recalled is not None:
             self._recalled.offer(record)
         return super().offer(record)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from redis.exceptions import RedisError
 
-from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
+from osd.capture.purge import SHARED_TOKENS, Member, PurgeFollower, Purges, RemovedData
 from osd.recall.memory import ORDERS, Backend, Memory, Text
 from osd.redis_client import Backoff, connect
 from osd.vllm.settings import REDIS_URL, SettingsError
@@ -127,7 +127,7 @@ class Sharing:
         except ValueError:
             # The message of the parser may quote a part of the password.
             raise SettingsError(f"{REDIS_URL} is not a Redis URL; expected {_EXPECTED}") from None
-        self._name, self._writer = f"osd:vllm:{model_hash}", secrets.token_hex(8).encode()
+        self._name, self._writer = f"{SHARED_TOKENS}{model_hash}", secrets.token_hex(8).encode()
         self._stream, self._started = self._name, time.time()
         member = Member("replica", f"vllm-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}")
         self._purges = PurgeFollower(purges, member, self._forget)
@@ -200,8 +200,8 @@ class Sharing:
         self._is_empty, before = False, self._stream
         self._purges.alive()
         self._purges.update()
-        newest = max(self._purges.requests.values(), default=None)
-        self._stream = self._name if newest is None else f"{self._name}:{int(1000 * newest)}"
+        newest = self._purges.newest
+        self._stream = f"{self._name}:{int(1000 * newest)}" if newest else self._name
         if self._stream != before:
             self._last = b"0-0"
 

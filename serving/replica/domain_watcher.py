@@ -52,7 +52,7 @@ class DomainWatcher(Watcher):
                 if changed.is_set() or failing:
                     changed.clear()
                     rollouts = self._context.pointer.all()
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, ValueError) as error:  # a file with an invalid name is a ValueError
                 if not failing:
                     logger.warning("cannot read the rollout pointers, keeping the current drafters: %s", error)
                 failing = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
@@ -21,10 +22,20 @@ _POLL_SECONDS = 0.5
 class OutcomeSharer:
     """Thread that exchanges outcomes between the routers of replicas; without Redis each router learns alone."""
 
-    def __init__(self, redis_url: str, settings: CaptureSettings, name: str, router: RequestRouter) -> None:
-        """Create the thread for the ``router`` of the replica ``name``; outcomes expire after ``capture.keep_days``."""
+    def __init__(
+        self,
+        redis_url: str,
+        settings: CaptureSettings,
+        name: str,
+        router: RequestRouter,
+        is_purged: Callable[[str], bool] = lambda request: False,
+    ) -> None:
+        """Create the thread for the ``router`` of the replica ``name``; outcomes expire after ``capture.keep_days``.
+
+        ``is_purged`` returns whether the request with an id was purged, so that its outcome is not published.
+        """
         self._stream = OutcomeStream(redis_url)
-        self._settings, self._name, self._router = settings, name, router
+        self._settings, self._name, self._router, self._is_purged = settings, name, router, is_purged
         self._failing = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outcome-sharer", daemon=True)
@@ -51,7 +62,8 @@ class OutcomeSharer:
             if (oldest := oldest_allowed(self._settings, time.time())) is not None:
                 self._stream.expire(oldest)
             while outcomes := self._router.outgoing:
-                self._stream.tell(outcomes[0], self._name)
+                if not self._is_purged(outcomes[0].request_id):
+                    self._stream.tell(outcomes[0], self._name)
                 outcomes.popleft()
             self._router.incoming.extend(self._stream.new(self._name))
         except RedisError as error:

@@ -171,7 +171,7 @@ class RecallKeeper:
 
     def save(self) -> None:
         """Drop entries that are too old, and write snapshots if the tables changed since the last call."""
-        oldest, tokens = oldest_allowed(self._settings.capture, time.time()), self._engine.counters().completion_tokens
+        oldest, tokens = self._oldest(), self._engine.counters().completion_tokens
         for memories in self._memories.values():
             for table in memories.tables:
                 self._changed |= _expire(table, oldest)
@@ -227,7 +227,11 @@ class RecallKeeper:
     def _write(self, domain: str, table: Memory) -> None:
         """Write the snapshot of a table."""
         # The entries of a purged request that still decodes are dropped at its end, or after a restart.
-        self._snapshots.write(domain, table, self._target, min([self._purges.updated, *self._running.values()]))
+        purged = min([self._purges.updated, *self._running.values()])
+        self._snapshots.write(domain, table, self._target, purged, self._oldest() or 0.0)
+
+    def _oldest(self) -> float | None:
+        return oldest_allowed(self._settings.capture, time.time())
 
     def _is_running(self, request: str) -> bool:
         """Return whether a sequence of the request is queued or decodes."""
@@ -239,6 +243,7 @@ class RecallKeeper:
         """Write snapshots of domains that the pool dropped; their last snapshot may be a minute old."""
         try:
             for domain, table in self._shared_tables(dropped).items():
+                _expire(table, self._oldest())
                 self._write(domain, table)
         except OSError as error:
             logger.warning("cannot write the last recall snapshot of %s: %s", ", ".join(dropped), error)
@@ -258,7 +263,7 @@ class RecallKeeper:
             for request, at in self._purges.requests.items():
                 if not snapshot.is_purged(at):
                     self._changed |= table.drop(reader=mark_of(request)) > 0
-            self._changed |= _expire(table, oldest_allowed(self._settings.capture, time.time()))
+            self._changed |= _expire(table, self._oldest())
             logger.info("loaded the recall snapshot %s of %s", snapshot.sha256[:8], domain)
 
     def _run(self) -> None:

@@ -80,7 +80,9 @@ class Replica(Monitored):
         self._writer: TraceWriter | None = None
         self._worth = RecordWorth(TrainingReports(redis_url), settings.trainer, settings.wide_domains)
         if settings.capture.enabled:
-            recall = RecallWriter(redis_url, settings.recalled, name, KEPT) if settings.shares_recall else None
+            recall: RecallWriter | None = None
+            if settings.shares_recall:
+                recall = RecallWriter(redis_url, settings.recalled, name, KEPT, self._is_purged)
             self._writer = TraceWriter(
                 redis_url, settings.capture, name, self._worth, recall, self._worth.note, self._is_purged
             )
@@ -98,7 +100,7 @@ class Replica(Monitored):
         self._sharer: OutcomeSharer | None = None
         router, is_single = self.engine.loop.router, settings.serving.replica_limit == 1
         if router is not None and settings.capture.enabled and not is_single:
-            self._sharer = OutcomeSharer(redis_url, settings.capture, name, router)
+            self._sharer = OutcomeSharer(redis_url, settings.capture, name, router, self._is_purged)
         self._reporter = Reporter(
             name, self.engine, self._writer, self._watchers, uptake, self._loads, self._control, self._push
         )

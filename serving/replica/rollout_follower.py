@@ -181,7 +181,7 @@ class DomainFollower:
         """Bring the drafters of the domain to the state in ``rollout``."""
         before, self._rollout = self._rollout, rollout
         named = {rollout.stable, rollout.canary}
-        if before is not None and replace(before, changed=rollout.changed) == rollout:
+        if before is not None and _is_same(before, rollout) and before.moves != rollout.moves:
             named = set()  # an operator who sets the pointer without a change wants another try
         self.known_bad &= named
         self._reported &= named
@@ -382,8 +382,14 @@ class VersionWatcher(Watcher):
                 follower.retry()
 
     def _is_current(self, rollout: Rollout) -> bool:
-        """Return whether the pointer is still at ``rollout``, or cannot be read."""
+        """Return whether the pointer has not moved since ``rollout``, or cannot be read."""
         try:
-            return self._pointer.get(self._domain) == rollout
+            current = self._pointer.get(self._domain)
         except (RedisError, OSError):
             return True
+        return current is not None and current.moves <= rollout.moves
+
+
+def _is_same(one: Rollout, other: Rollout) -> bool:
+    """Return whether two states of a pointer name the same versions in the same way."""
+    return replace(one, changed=other.changed, moves=other.moves, fence=other.fence) == other

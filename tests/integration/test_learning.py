@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from deploy.assembly import StartError
 from deploy.learning import Learning, check_learning
@@ -26,7 +27,7 @@ from osd.capture.exchange import FunctionCall
 from osd.capture.purge import Purges
 from osd.capture.trace import ACCEPTED, FIELD, REJECTED, decode
 from osd.capture.writer import StreamWriter, TraceWriter
-from osd.config import ConfigError, Settings
+from osd.config import CaptureSettings, ConfigError, Settings
 from osd.drafting import from_config
 from osd.labelling.labeller import Labeller
 from osd.labelling.rendering import Reading
@@ -128,6 +129,37 @@ def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventu
         if b"junk" not in fields[FIELD]
     ]
     assert {each.request_id for each in remaining} == {"chatcmpl-0-0", "chatcmpl-1-0", "chatcmpl-4-0"}
+
+
+def test_traces_beyond_the_budget_are_acknowledged_too(settings, send, redis_client, eventually):
+    settings = settings.model_copy(update={"capture": CaptureSettings(bytes_per_second=100)})
+    stop, counts = threading.Event(), [LabellingCounts()]
+    teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), stop, counts.append)
+    for number in range(12):
+        send(number)
+    with background(teacher.run, stop.set):
+        eventually(lambda: counts[-1] == LabellingCounts(read=12, refused=0, traces=12))
+    assert len(traces(redis_client)) < 12
+    assert redis_client.xinfo_groups("osd:tapped:domain:general")[0]["pending"] == 0
+
+
+def test_batch_is_labelled_when_the_purges_can_be_read_again(settings, send, eventually, monkeypatch):
+    failed, requests = [], Purges.requests
+
+    def fail_once(self, *seconds):
+        if not failed:
+            failed.append(None)
+            raise RedisConnectionError
+        return requests(self, *seconds)
+
+    stop, counts = threading.Event(), [LabellingCounts()]
+    teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), stop, counts.append)
+    monkeypatch.setattr(Purges, "requests", fail_once)
+    for number in range(3):
+        send(number)
+    with background(teacher.run, stop.set):
+        eventually(lambda: counts[-1] == LabellingCounts(read=3, refused=0, traces=3))
+    assert failed
 
 
 def test_exchange_on_which_the_target_fails_is_refused_alone(settings, send, redis_client, eventually, monkeypatch):

@@ -11,7 +11,7 @@ from osd.config import CaptureSettings, Settings
 from osd.routing.outcome_stream import STREAM
 from tests import replicas as replica_helpers
 from tests.command import purge
-from tests.replicas import Replicas
+from tests.replicas import Replicas, blocked_request
 
 
 @pytest.fixture
@@ -89,6 +89,15 @@ def test_purge_deletes_the_shared_outcome(start, settings, redis_url, redis_clie
     eventually(lambda: redis_client.xlen(STREAM) == 2)
     purge("chatcmpl-1f", settings.home, redis_url)
     assert redis_client.xlen(STREAM) == 1
+
+
+def test_request_purged_while_it_runs_gives_no_shared_outcome(start, settings, redis_url, redis_client, eventually):
+    first = start("first")
+    with blocked_request(first, "chatcmpl-1f-0", domain=None):
+        purge("chatcmpl-1f", settings.home, redis_url)
+    decode(first, "request-1")()
+    eventually(lambda: evidence(first) > 1.5)
+    eventually(lambda: redis_client.xlen(STREAM) == 1)
 
 
 def test_expired_outcomes_are_deleted(settings, redis_url, redis_client, eventually):

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from osd.registry import replica_loads
+from osd.registry.pointer import Rollout
 from osd.registry.replica_loads import DomainWork, ReplicaLoad, ReplicaLoads
+from tests.pointers import put
 from tests.unit.learning.toys import Toy
 from trainer.executor import Executor
 
@@ -88,6 +90,25 @@ def test_training_yields_to_serving_within_200_ms(make_loop, core, loads, eventu
         core.before, seen = lambda: None, len(core.pieces)
         loads.report("replica", ReplicaLoad(0, 0, 1, 100.0, 20.0))
         eventually(lambda seen=seen: len(core.pieces) > seen + 100)
+
+
+def test_canary_is_decided_on_while_training_yields(make_loop, core, loads, eventually):
+    slow = Slow(core)
+    loop = make_loop(steps_per_candidate=10_000, micro_batch_tokens=256, canary_share=0.5, canary_seconds=3600.0)
+    loop.build, loop.executor = lambda: slow, core
+    loop.first_version(slow)
+    canary = loop.registry.publish("general", slow.weights(), slow.config(), {})
+    put(loop.pointer, "general", Rollout(1, canary, 0.5, time.time()))
+    loop.send(40)
+    worker = loop.start()
+    eventually(lambda: worker.status()["steps"] > 1)
+    loads.report("replica", ReplicaLoad(8, 1, 1, 100.0))
+    eventually(lambda: worker.status()["state"] == "yielding")
+    assert loop.pointer.get("general").canary == canary
+    core.pieces.append(3700.0)  # an hour passes
+    eventually(lambda: loop.pointer.get("general").canary is None)
+    assert loop.pointer.get("general").stable == 1
+    assert "rolled_back" in {event["kind"] for event in loop.events.recent()}
 
 
 def test_worker_pauses_within_a_stopped_micro_step(make_loop, core, loads, eventually):

@@ -13,6 +13,7 @@ import pytest
 import redis
 from redis.connection import Connection
 
+from osd.admin import NotFoundError
 from osd.admin.audit import Actor
 from osd.admin.forgetting import forget
 from osd.capture.purge import Member, Purges
@@ -186,6 +187,23 @@ def test_purges_before_the_start_remove_nothing(redis_url, redis_client, process
     first.sharing.close()
     second = process(redis_url)
     wait_until(lambda: second.knows([5]) == [TOKENS[0]])
+
+
+def test_tokens_from_before_a_purge_are_not_learned_by_a_later_process(redis_url, redis_client, process, tmp_path):
+    first = process(redis_url)
+    first.sharing.share(1, [5], TOKENS)
+    first.sharing.close()
+    with pytest.raises(NotFoundError):  # the requests of the tokens are not known
+        forget(Settings(home=tmp_path), redis_url, Actor.local(), "chatcmpl-1")
+    assert not redis_client.exists(STREAM)
+    redis_client.xadd(STREAM, {b"writer": b"x", b"said": b"\1\0\0\0\1\0\0\0\6\0\0\0\7\0\0\0"})
+    redis_client.zadd("osd:purges", {"chatcmpl-1": time.time() - 2 * 86_400})
+    second, third = process(redis_url), process(redis_url)
+    second.sharing.share(1, [8], [9])
+    wait_until(lambda: third.knows([8]) == [9])
+    second.sharing.share(1, [9], [10])
+    wait_until(lambda: third.knows([9]) == [10])
+    assert third.knows([6]) == [], "it stays with the stream of the purge"
 
 
 def members(url: str) -> list[Member]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ _FORMAT = "2"
 CLOCK_MARGIN = 60.0
 """Seconds by which the clocks of processes may differ; snapshots within it are purged once more."""
 
+_EXPIRY_SECONDS = 3600.0
 _PLACE_BYTES = 8
 _PARTS = ("places", "entries", "weights")
 
@@ -47,6 +49,7 @@ class SnapshotInfo:
         entries: the number of entries.
         created: the time of the snapshot, in seconds since the epoch.
         purged: the time up to which all purges are applied; 0 if that is unknown.
+        expired: the time before which all entries are dropped; 0 if that is unknown.
         sha256: the hash of the contents.
     """
 
@@ -54,6 +57,7 @@ class SnapshotInfo:
     entries: int
     created: float
     purged: float
+    expired: float
     sha256: str
 
     def is_purged(self, at: float) -> bool:
@@ -67,7 +71,9 @@ class Snapshots:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def write(self, domain: str, memory: Memory, target: Identity, purged: float = 0.0) -> SnapshotInfo:
+    def write(
+        self, domain: str, memory: Memory, target: Identity, purged: float = 0.0, expired: float = 0.0
+    ) -> SnapshotInfo:
         """Replace the snapshot of a domain; an OSError leaves the old one in place.
 
         Args:
@@ -75,8 +81,9 @@ class Snapshots:
             memory: its table.
             target: the identity of the target.
             purged: the time up to which all purges are applied to the table, 0 if that is unknown.
+            expired: the time before which all entries are dropped, 0 if that is unknown.
         """
-        return _write(self._path(domain), memory, target, time.time(), purged)
+        return _write(self._path(domain), memory, target, time.time(), purged, expired)
 
     def restore(self, domain: str, memory: Memory, target: Identity) -> SnapshotInfo | None:
         """Fill a table with the latest snapshot, if there is one.
@@ -126,33 +133,22 @@ class Snapshots:
             known = None if at is None else self.about(path.parent.name)
             if known is not None and at is not None and known.is_purged(at):
                 continue
-            try:
-                about, contents = _read(path)
-                memory = backend().memory(about.entries)
-                if _sizes(contents) != _sizes(memory.contents()):
-                    raise SnapshotError("its parts have other sizes")
-            except SnapshotError as error:
-                log.warning("removed the snapshot %s: %s", path, error)
-                path.unlink(missing_ok=True)
-                continue
-            memory.load(contents)
-            count = memory.drop(reader=mark_of(request))
-            if not count:
-                continue
-            dropped += count
-            try:
-                _write(path, memory, about.target, about.created, about.purged)
-            except OSError as error:
-                log.warning("removed the snapshot %s, because its purge cannot be written: %s", path, error)
-                path.unlink(missing_ok=True)
+            dropped += _rewrite(path, lambda memory: memory.drop(reader=mark_of(request)))
         return dropped
 
     def expire(self, before: float | None) -> None:
-        """Remove snapshots made before a time, None for no snapshot, and the remains of interrupted writes."""
+        """Drop the entries before a time, at most once an hour, and the remains of interrupted writes.
+
+        Snapshots of domains with drafters are written anyway. ``before`` is None to drop no entry.
+        """
         for path in self._paths():
             about = self.about(path.parent.name)
-            if before is not None and about is not None and about.created < before:
+            if before is None or about is None:
+                continue
+            if about.created < before:
                 path.unlink(missing_ok=True)
+            elif about.expired < before - _EXPIRY_SECONDS:
+                _rewrite(path, lambda memory, oldest=int(before): memory.drop(before=oldest), before)
         for folder in self._root.glob("*/"):
             files.clear(folder / SNAPSHOT)
 
@@ -163,14 +159,43 @@ class Snapshots:
         return self._root / check_domain(domain) / SNAPSHOT
 
 
-def _write(path: Path, memory: Memory, target: Identity, created: float, purged: float) -> SnapshotInfo:
+def _rewrite(path: Path, drop: Callable[[Memory], int], expired: float | None = None) -> int:
+    """Drop entries of a snapshot, and return their number; remove one that cannot be read or rewritten.
+
+    ``expired`` is its new time of expiry, None to keep the old one.
+
+    Raises:
+        OSError: the snapshot can be neither rewritten nor removed.
+    """
+    try:
+        about, contents = _read(path)
+        memory = backend().memory(about.entries)
+        if _sizes(contents) != _sizes(memory.contents()):
+            raise SnapshotError("its parts have other sizes")
+    except SnapshotError as error:
+        log.warning("removed the snapshot %s: %s", path, error)
+        path.unlink(missing_ok=True)
+        return 0
+    memory.load(contents)
+    dropped = drop(memory)
+    if dropped or expired is not None:
+        try:
+            _write(path, memory, about.target, about.created, about.purged, expired or about.expired)
+        except OSError as error:
+            log.warning("removed the snapshot %s, because it cannot be rewritten: %s", path, error)
+            path.unlink(missing_ok=True)
+    return dropped
+
+
+def _write(path: Path, memory: Memory, target: Identity, created: float, purged: float, expired: float) -> SnapshotInfo:
     contents = memory.contents()
-    about = SnapshotInfo(target, memory.entries, created, purged, _hash(contents))
+    about = SnapshotInfo(target, memory.entries, created, purged, expired, _hash(contents))
     # The safetensors library would hold the interpreter's lock while it copies.
     start = 0
     metadata = {"format": _FORMAT, "target": target.name, "target_sha256": target.weights}
     metadata |= {"tokenizer_sha256": target.tokenizer, "entries": str(about.entries)}
-    metadata |= {"created": repr(about.created), "purged": repr(about.purged), "sha256": about.sha256}
+    metadata |= {"created": repr(about.created), "purged": repr(about.purged), "expired": repr(about.expired)}
+    metadata |= {"sha256": about.sha256}
     header: dict[str, object] = {"__metadata__": metadata}
     for name, size in zip(_PARTS, _sizes(contents), strict=True):
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
@@ -204,7 +229,8 @@ def _about(metadata: dict[str, str]) -> SnapshotInfo:
     try:
         target = Identity(metadata["target"], metadata["target_sha256"], metadata["tokenizer_sha256"])
         created, purged = float(metadata["created"]), float(metadata["purged"])
-        return SnapshotInfo(target, int(metadata["entries"]), created, purged, metadata["sha256"])
+        expired = float(metadata.get("expired", "0"))
+        return SnapshotInfo(target, int(metadata["entries"]), created, purged, expired, metadata["sha256"])
     except (KeyError, ValueError) as error:
         raise SnapshotError(f"it is damaged: {error}") from None
 

@@ -10,9 +10,9 @@ from osd.registry.events import Events, Kind
 from osd.registry.pointer import Rollout
 
 
-def at(number: int, canary: int | None = None, share: float = 0.5, changed: float = 1.0) -> Rollout:
-    """Return a rollout of a stable version, and of a canary with its share."""
-    return Rollout(number, canary, share if canary else 0.0, changed)
+def at(number: int, canary: int | None = None, share: float = 0.5, changed: float = 1.0, **more: int) -> Rollout:
+    """Return a rollout of a stable version, and of a canary with its share; ``more`` are further fields."""
+    return Rollout(number, canary, share if canary else 0.0, changed, **more)
 
 
 class SingleDrafterCache:

@@ -176,17 +176,20 @@ class ScriptedEngine:
         self.references.append((number, self.drafter_version))
 
 
-def watch(settings, registry, engine, events, *rollouts, until=None, unreadable=False, refused=(), cache=None):
+def watch(
+    settings, registry, engine, events, *rollouts, until=None, unreadable=False, refused=(), cache=None, current=None
+):
     """Run a watcher over ``rollouts`` and return it.
 
-    With the condition ``until``, the pointer stays at the last rollout until the condition holds.
+    With the condition ``until``, the pointer stays at ``current``, or else at the last rollout, until the condition
+    holds.
     """
     pointer, finished = ScriptedPointer(*rollouts), threading.Event()
 
     def read(domain):
         if unreadable:
             raise EIO
-        return rollouts[-1] if until else None
+        return (current or rollouts[-1]) if until else None
 
     def watch_rollouts(domain, stop, interval):
         yield from rollouts
@@ -289,13 +292,13 @@ def test_unexpected_error_does_not_end_the_watcher(settings, registry, monkeypat
         raise RuntimeError
 
     monkeypatch.setattr(engine, "stage", fail_once)
-    watch(settings, registry, engine, events, at(3), at(3, changed=2.0))
+    watch(settings, registry, engine, events, at(3), at(3, changed=2.0, moves=1))
     assert events.events == [("rejected", 3), ("swapped", 3)]
 
 
 def test_version_rejected_at_start_is_tried_after_a_new_pointer(settings, registry):
     engine, events = ScriptedEngine(), RecordingEvents()
-    watcher = watch(settings, registry, engine, events, at(3), at(3, changed=2.0), refused={3})
+    watcher = watch(settings, registry, engine, events, at(3), at(3, changed=2.0, moves=1), refused={3})
     assert events.events == [("rejected", 3), ("swapped", 3)]
     assert watcher.rejected == 1
 
@@ -379,6 +382,25 @@ def test_damaged_version_is_reported_once_and_retried(settings, registry, initia
     assert events.events == [("rejected", 2), ("swapped", 2)]
     assert "model.safetensors does not match the sha256" in events.reasons[0]
     assert watcher.rejected == 1
+
+
+def test_lease_of_a_trainer_does_not_end_retries(settings, registry, short_pauses):
+    flaky = FlakyRegistry(registry.root, 2, EIO)
+    engine, events = ScriptedEngine(), RecordingEvents()
+    watch(settings, flaky, engine, events, at(3), current=at(3, fence=1), until=lambda: events.events)
+    assert events.events == [("swapped", 3)]
+
+
+def test_lease_of_a_trainer_does_not_retry_a_rejected_version(settings, registry):
+    engine, events = ScriptedEngine(misfits={3}), RecordingEvents()
+    follower = DomainFollower(
+        "general", FollowerContext(settings, registry, None, events, SingleDrafterCache()), engine, threading.Event()
+    )
+    for rollout in (at(3), at(3, fence=1), at(3, changed=2.0, fence=1)):
+        follower.follow(rollout)
+    assert engine.staged == [3]
+    follower.follow(at(3, changed=2.0, moves=1, fence=1))
+    assert engine.staged == [3, 3]
 
 
 def test_unreadable_pointer_does_not_end_retries(settings, registry, short_pauses):

@@ -22,8 +22,9 @@ class Room:
     def __init__(self):
         self.room, self.obstacle = threading.Event(), "a request waits"
 
-    def wait(self, stop, paused, set_state):
-        while not stop.is_set():
+    def wait(self, stop, paused, set_state, patience):
+        deadline = time.monotonic() + patience
+        while not stop.is_set() and time.monotonic() < deadline:
             if paused.is_set():
                 set_state("paused")
             elif self.room.is_set():
@@ -69,6 +70,28 @@ def test_wait_for_the_turn_ends_after_the_patience(scene):
     assert states == [("waiting", "another domain of this trainer has its turn")]
     scheduler.release("b")
     assert budget.wait(lambda: None, 5.0)
+
+
+def test_wait_for_capacity_ends_after_the_patience(scene):
+    budget, _, _, states = scene
+    assert not budget.wait(lambda: None, 0.1)
+    assert set(states) == {("yielding", "a request waits")}
+
+
+def test_wait_for_the_turn_calls_idle(scene, monkeypatch):
+    monkeypatch.setattr(budget_module, "_TURN_SECONDS", 0.01)
+    budget, scheduler, room, _ = scene
+    room.room.set()
+    assert scheduler.acquire("b", threading.Event())
+    calls = []
+
+    def idle():
+        calls.append(None)
+        if len(calls) == 4:
+            scheduler.release("b")
+
+    assert budget.wait(idle)
+    assert len(calls) == 4
 
 
 def test_pause_waits_until_the_worker_rests(scene):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from osd import files
 from osd.drafting.recall.snapshot import SnapshotError, Snapshots
 from osd.recall.backends import backend
 from osd.recall.memory import Memory, Observation, mark_of
@@ -164,6 +165,26 @@ def test_expire_removes_old_snapshots_and_leftovers(snapshots, memory, tmp_path)
     assert snapshots.about("general") is not None
     snapshots.expire(written.created + 1)
     assert snapshots.about("general") is None
+
+
+def test_expire_drops_old_entries_at_most_once_an_hour(snapshots, memory, monkeypatch):
+    day, times = 86_400, []
+    now = int(time.time())
+    learn(memory, "new", [3, 4, 5, 5], now)
+    snapshots.write("general", memory, TARGET)
+    replace = files.replace
+    monkeypatch.setattr(files, "replace", lambda path, *parts: (times.append(path), replace(path, *parts)))
+    for seconds in (0, 60, 3000):
+        snapshots.expire(now - day + seconds)
+    assert restored(snapshots).used() == 4, "the entries of 1970 are dropped"
+    assert snapshots.about("general").expired == now - day
+    assert len(times) == 1
+    snapshots.expire(now - day + 3700)
+    assert len(times) == 2
+    learn(memory, "new", [3, 4, 5, 5], now)
+    snapshots.write("general", memory, TARGET, expired=now - 10.0)
+    snapshots.expire(now - 5.0)
+    assert len(times) == 3, "its entries were expired when it was written"
 
 
 def test_identify_depends_on_weights_and_tokenizer(tiny_target, tmp_path):
