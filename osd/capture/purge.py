@@ -212,7 +212,9 @@ class PurgeFollower:
                 if request not in self._forgotten:
                     self._purges.alive(self._member)
                     self._try_to_forget(request, purged_at)
-            self.updated = now
+            self._failing &= self.requests.keys()
+            if not self._failing:
+                self.updated = now
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
 

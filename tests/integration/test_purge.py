@@ -67,6 +67,24 @@ def test_first_update_forgets_all_purges_of_a_month(redis_url, redis_client):
         assert not follower.has_new_requests()
 
 
+def test_old_purge_is_tried_again_after_an_error(redis_url, redis_client):
+    redis_client.zadd("osd:purges", {"old": time.time() - 20 * 86_400})
+    member, tries = Member("replica", "r1"), []
+
+    def forget(name, at):
+        tries.append(name)
+        if len(tries) == 1:
+            raise OSError("the disk is full")
+        return RemovedData()
+
+    with Purges(redis_url) as purges, closing(PurgeFollower(Purges(redis_url), member, forget)) as follower:
+        follower.update()
+        assert follower.updated == 0
+        follower.update()
+        assert purges.answers("old").keys() == {member}
+        assert follower.updated > 0
+
+
 def test_member_answers_after_it_has_forgotten(redis_url, caplog):
     member, is_full = Member("replica", "r1"), True
 
