@@ -60,6 +60,9 @@ class Assembly(ABC):
                 address, reason = public_url(self.redis_url), " ".join(str(error).split())
                 message = f"Redis at {address} fails during the start ({reason}): check its load, and start again"
                 raise StartError(message) from error
+            if isinstance(error, OSError):
+                file, reason = error.filename or "a file", error.strerror or error
+                raise StartError(f"{file}: {reason}; check its owner, and the space on its disk") from error
             raise
 
     def __enter__(self) -> Self:
@@ -84,11 +87,14 @@ class Assembly(ABC):
     def _open(self) -> None:
         """Lock the home directory, fill it from an earlier version's, and connect to Redis or start it."""
         home = self.settings.home_dir
-        files.make_directory(home)
         try:
+            files.make_directory(home)
             self._ends.enter_context(lock(home))
         except filelock.Timeout:
             raise StartError(f"osd already runs in {home}; stop it, or set another home") from None
+        except OSError as error:
+            reason = f"home {home} cannot be written: {error.strerror}"
+            raise StartError(f"{reason}; set home to a folder of this user") from error
         if home == default_home():
             move_former_home(home)
         self._ends.callback(discard_secrets, self.settings)

@@ -48,11 +48,10 @@ def build(args: dict[str, Any]) -> serve.Application:
         from deploy.vllm.exports import prepare_export
 
         prepare_export(settings)
-    if settings.drafts:
-        _end_trainers()
-        if trainer.app.needs_trainer(settings):
-            _look_for_nodes(settings)
-            trainer.app.start(settings, redis_url, namespace=_NAMESPACE, lifetime="detached")
+    _end_trainers()
+    if trainer.app.needs_trainer(settings):
+        _look_for_nodes(settings)
+        trainer.app.start(settings, redis_url, namespace=_NAMESPACE, lifetime="detached")
     return serving.app.build(settings, redis_url)
 
 

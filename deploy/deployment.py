@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 from pydantic import ValidationError
 
+from osd.addresses import uses_proxies
 from osd.config import ConfigError
 from osd.config.sources import read_yaml
 
@@ -153,7 +154,10 @@ class Head:
         seconds: float = _ANSWER_SECONDS,
     ) -> httpx2.Response:
         try:
-            return httpx2.request(method, f"{self.url}{path}", json=content, headers=headers, timeout=seconds)
+            return httpx2.request(
+                method, f"{self.url}{path}", json=content, headers=headers, timeout=seconds,
+                trust_env=uses_proxies(self.url),
+            )  # fmt: skip
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             advice = "run this on the head, or set RAY_DASHBOARD_ADDRESS"

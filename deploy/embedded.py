@@ -180,8 +180,9 @@ def check_port(host: str, port: int) -> None:
 
 
 def _reachable(host: str) -> str:
-    """Return the host name by which this machine reaches a service that listens on ``host``."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared, not bound
+    """Return the host, as a part of a URL, by which this machine reaches a service that listens on ``host``."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"[{name}]" if ":" in name else name
 
 
 @contextlib.contextmanager

@@ -90,13 +90,16 @@ def warm_up(
 
 
 def _temporary_settings(settings: Settings, home: Path, directory: Path) -> Settings:
-    """Return the settings of the temporary service: reachable only from here, with free training."""
-    serving = {"host": "127.0.0.1", "port": free_port(), "api_key": None, "keys_file": None, "replicas": 1}
+    """Return the settings of the temporary service: apart from all others, and with free training."""
+    serving: dict[str, Any] = {"host": "127.0.0.1", "port": free_port(), "replicas": 1, "max_replicas": None}
+    serving |= dict.fromkeys(("api_key", "api_key_file", "admin_key", "admin_key_file", "keys_file"))
     trainer = {"enabled": True, "duty": 1.0, "price": 0.0, "price_idle": 0.0, "extra_domains": (), "tracking": "none"}
     trainer |= {"warm_start": False, "processes": 1}
     changed: dict[str, Any] = {
         "home": home,
         "redis_url": None,
+        "redis": settings.redis.model_copy(update={"password_file": None}),
+        "registry": settings.registry.model_copy(update={"url": None}),
         "target": settings.target.model_copy(update={"source": str(directory), "revision": None}),
         "serving": settings.serving.model_copy(update=serving),
         "trainer": settings.trainer.model_copy(update=trainer),

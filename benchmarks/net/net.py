@@ -103,6 +103,8 @@ def net(
         fail("the trainer learns from captured traces: capture.enabled and serving.capture_default must be true")
     if settings.redis_url:
         fail("redis_url must not be set: each pass starts a Redis of its own")
+    if settings.registry.url:
+        fail("registry.url must not be set: each pass has a registry of its own")
     settings = settings.model_copy(update={"drafter": drafter_of(drafter, settings.drafter)})
     unknown = [name for name in way or () if name not in WAYS]
     if unknown:

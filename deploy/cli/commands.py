@@ -238,7 +238,7 @@ def deploy(
             head = Head(read_token())
             head.deploy(deployment.config)
             status.update("starting the replicas ...")
-            running = _await_deployment(head, deployment.config["applications"][0]["name"])
+            running = _await_deployment(head, deployment.config["applications"][0].get("name", "default"))
     except (ConfigError, ClusterError) as error:
         fail(error)
     typer.echo(f"{running} replica{'s' * (running != 1)} run")

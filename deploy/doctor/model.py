@@ -27,7 +27,7 @@ def model_findings(settings: Settings, source: str) -> Iterator[Finding]:
     """Yield each finding on the model ``source`` as soon as it is known; the first failure is the last finding."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    target = settings.target.model_copy(update={"source": source, "revision": None})
+    target = settings.target.model_copy(update={"source": source})
     check = "files"
     try:
         settings = settings.model_copy(update={"target": target})

@@ -131,7 +131,7 @@ def _tokenize(client: httpx2.Client, body: dict[str, Any]) -> list[int] | None:
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    path = resolve_tokenizer(settings.target.source, settings.cache_dir)
+    path = resolve_tokenizer(settings.target.source, settings.cache_dir, revision=settings.target.revision)
     return load_gguf_tokenizer(path) if path.suffix == ".gguf" else load_tokenizer(path)
 
 

@@ -126,8 +126,10 @@ def target_directory(settings: Settings, report: Report = lambda step: None, run
     return directory
 
 
-def resolve_tokenizer(source: str, cache: Path, report: Report = lambda step: None) -> Path:
-    """Return the directory of a target's tokenizer, or its GGUF file; ``source`` is as in ``resolve``.
+def resolve_tokenizer(
+    source: str, cache: Path, report: Report = lambda step: None, revision: str | None = None
+) -> Path:
+    """Return the directory of a target's tokenizer, or its GGUF file; the arguments are those of ``resolve``.
 
     Weights are neither fetched from a hub nor read.
 
@@ -140,7 +142,7 @@ def resolve_tokenizer(source: str, cache: Path, report: Report = lambda step: No
     if gguf is not None:
         return gguf
     path = Path(source).expanduser()
-    return path.absolute() if path.is_dir() else _from_hub(source, None, report, _TOKENIZER_FILES)
+    return path.absolute() if path.is_dir() else _from_hub(source, revision, report, _TOKENIZER_FILES)
 
 
 def commit_of(directory: Path) -> str | None:

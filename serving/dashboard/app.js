@@ -53,7 +53,10 @@ function render() {
   const { state, bins, time, seconds } = store;
   if (!state || !current) return;
   put($("model"), state.model.id);
-  document.querySelector('#nav a[href="#playground"]').hidden = !state.answers;
+  // The playground needs the sources of tokens, which only our engine reports.
+  const plays = state.answers && state.engine === "osd";
+  document.querySelector('#nav a[href="#playground"]').hidden = !plays;
+  if (!plays && pageInUrl() === "playground") location.hash = "overview";
   put($("subtitle"), `domain ${state.domain}, ${state.drafter}, ${state.replicas.length} replica${state.replicas.length === 1 ? "" : "s"}`);
   // The charts of a new server start at its first data, and span at least a minute.
   const from = Math.max(time - seconds, Math.min(bins.time[0] ?? time, time - 60));

@@ -651,6 +651,8 @@ def test_speedup_says_why_it_is_not_measured(service, opened, state, figure, not
     page = opened(prepare=lambda page: send(page, unused(service, **state)))
     expect(page.locator("#now-speedup")).to_have_text(figure)
     expect(page.locator("#note-speedup")).to_contain_text(note)
+    plays = not {"answers", "engine"} & state.keys()
+    expect(page.locator('#nav a[href="#playground"]')).to_be_visible(visible=plays)
 
 
 @pytest.mark.parametrize(

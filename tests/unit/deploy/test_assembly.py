@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from deploy.assembly import Assembly, StartError
 from osd.config import Settings
 from osd.registry.events import Events
+
+
+def test_home_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    class Opening(Assembly):
+        def _start(self) -> None:
+            self._open()
+
+    home = tmp_path / "file" / "home"
+    with pytest.raises(StartError, match=f"home {home} cannot be written: Not a directory; set home to a folder"):
+        Opening(Settings(home=home)).start()
+
+
+def test_error_of_a_file_ends_a_start_with_one_sentence(tmp_path: Path) -> None:
+    class Reading(Assembly):
+        def _start(self) -> None:
+            (tmp_path / "missing").read_text()
+
+    with pytest.raises(StartError, match=f"{tmp_path}/missing: No such file or directory; check its owner"):
+        Reading(Settings()).start()
 
 
 def test_silent_redis_ends_a_start_with_one_sentence() -> None:

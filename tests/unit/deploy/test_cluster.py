@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from deploy import cluster
@@ -17,6 +19,21 @@ def test_trainer_without_a_matching_node_logs_a_warning(labels, node, warns, mon
     cluster._look_for_nodes(Settings(trainer={"node_labels": labels}))
     line = f"trainer.node_labels {', '.join(labels)}: no node has them, and the trainer waits for such a node"
     assert [record.message for record in caplog.records] == [line] * warns
+
+
+def test_deployment_without_a_drafter_ends_earlier_trainers(monkeypatch):
+    settings = Settings(drafter={"kind": "none"}, redis_url="redis://h/0")
+    monkeypatch.setattr(cluster, "checked_settings", lambda args: settings)
+    monkeypatch.setattr(cluster, "open_redis", lambda settings: SimpleNamespace(url="redis://h/0"))
+    for name in ("check_rules", "prepare", "target_directory"):
+        monkeypatch.setattr(cluster, name, lambda *arguments: None)
+    monkeypatch.setattr(cluster.serving.app, "build", lambda *arguments: "application")
+    running, killed = ["trainer"], []
+    monkeypatch.setattr(cluster.trainer.app, "running_trainers", lambda namespace: list(running))
+    monkeypatch.setattr(cluster.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(cluster.ray, "kill", lambda name: (killed.append(name), running.remove(name)))
+    assert cluster.build({}) == "application"
+    assert killed == ["trainer"]
 
 
 @pytest.mark.parametrize(("argument", "value", "instead"), [

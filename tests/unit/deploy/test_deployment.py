@@ -49,6 +49,9 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Head]]:
     with answering(kind) as server:
         monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # loopback is reached without it
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
         yield kind
 
 

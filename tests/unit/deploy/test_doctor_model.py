@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx2
 import pytest
+from huggingface_hub.errors import RevisionNotFoundError
 
 from docs.families import make_model
 from tests.command import run_cli
@@ -38,6 +40,20 @@ def test_model_for_vllm_is_checked_for_its_drafter_only(tmp_path: Path) -> None:
     assert "vLLM checks the architecture at its start" in words
     assert "drafter ok embedding and head can be read: 4 layers of 64 numbers, 259 tokens" in words
     assert "forward" not in words
+
+
+def test_model_of_the_hub_is_checked_at_the_configured_revision(tmp_path: Path, monkeypatch) -> None:
+    asked = []
+
+    def download(source: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((source, revision))
+        response = httpx2.Response(404, request=httpx2.Request("GET", "http://127.0.0.1"))
+        raise RevisionNotFoundError("no such revision", response=response)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    result = run_cli("doctor", "owner/model", "--set", "target.revision=abc", home=tmp_path)
+    assert asked == [("owner/model", "abc")]
+    assert "target.revision: owner/model has no abc" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(("name", "check"), [("gpt_oss", "files"), ("diffllama", "forward")])

@@ -334,6 +334,13 @@ def filled(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)[^}]*\}", lambda match: values[match[1]], text)
 
 
+@pytest.mark.parametrize("name", ["compose.gpu.yaml", "compose.vllm.yaml"])
+def test_compiled_kernels_can_be_loaded_on_gpus(name: str):
+    (base,), (override,) = (read(DEPLOY / file)["services"]["osd"]["tmpfs"] for file in ("compose.yaml", name))
+    assert override.endswith(",exec")
+    assert override.partition("=")[0] == base.partition("=")[0], "compose replaces an entry with the same beginning"
+
+
 def test_vllm_of_compose_and_pods_is_that_of_the_image(tmp_path: Path):
     (folder,) = re.findall(r"osd vllm install (\S+)", (DEPLOY / "Dockerfile").read_text())
     environment = read(DEPLOY / "compose.vllm.yaml")["services"]["osd"]["environment"]

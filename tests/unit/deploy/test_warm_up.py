@@ -16,7 +16,10 @@ from deploy.warm_store import WarmStore
 from deploy.warm_up import WarmUpError, warm_up
 from osd.config import EagleSettings, RecallSettings, Settings
 from osd.drafting.recall.snapshot import SNAPSHOT
+from osd.registry.local_storage import LocalStorage
+from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
+from osd.sealed import seal
 from osd.traffic import SOURCES
 from osd.traffic.open_loop import client_of
 from osd.traffic.prompt import HELD_OUT, Prompt, split
@@ -215,13 +218,22 @@ def test_warm_up_stores_the_drafter_and_the_table(scene, tmp_path):
 
 
 def test_warm_up_service_is_private_and_trains_for_free(scene, tmp_path):
-    temporary = scene(redis_url="redis://elsewhere:1", serving={"port": 8000, "api_key": "k"})[2].service.settings
+    (tmp_path / "secret").write_text("k")
+    temporary = scene(
+        redis_url="redis://elsewhere:1",
+        redis={"password_file": tmp_path / "secret"},
+        registry={"url": "s3://versions/of-users"},
+        serving={"port": 8000, "api_key": "k", "api_key_file": tmp_path / "secret", "max_replicas": 4},
+    )[2].service.settings
     assert temporary.home not in (tmp_path / "home", None)
     assert not temporary.home.exists(), "it is deleted"
     assert temporary.redis_url is None
     assert temporary.serving.host == "127.0.0.1"
     assert temporary.serving.port != 8000
-    assert temporary.serving.api_key is None
+    opened, url = seal(temporary, "redis://:own@127.0.0.1:1/0").open()
+    assert (opened.serving.api_key, opened.serving.replica_limit) == (None, 1)
+    assert url == "redis://:own@127.0.0.1:1/0"
+    assert isinstance(storage_of(temporary), LocalStorage)
     assert (temporary.trainer.price, temporary.trainer.duty) == (0, 1)
 
 

@@ -262,8 +262,8 @@ def test_resolve_tokenizer_fetches_no_weights(quantised, tiny_target, tmp_path, 
         return str(tiny_target)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_tokenizer("some/model", tmp_path) == tiny_target
-    assert calls == [("some/model", None, ["*.json", "*.jinja", "*.model", "*.txt"])]
+    assert resolve_tokenizer("some/model", tmp_path, revision="v1") == tiny_target
+    assert calls == [("some/model", "v1", ["*.json", "*.jinja", "*.model", "*.txt"])]
     (bare := tmp_path / "bare").mkdir()
     shutil.copy(tiny_target / "tokenizer.json", bare)
     assert resolve_tokenizer(str(bare), tmp_path) == bare
