@@ -111,8 +111,11 @@ class LayerSession(AutoregressiveSession, ABC):
 
     def commit(self, slot: int, kept: CommittedTokens) -> None:
         assert kept.hidden is not None  # noqa: S101  the engine taps the layers in ``needs``
-        self._unread[slot][0].extend(kept.tokens)
-        self._unread[slot][1].append(kept.hidden)
+        tokens, states = self._unread[slot]
+        if states:  # the drafter was not called since: keep a copy, and not the rows of all sequences of that step
+            states[-1] = states[-1].clone()
+        tokens.extend(kept.tokens)
+        states.append(kept.hidden)
 
     def close(self, slot: int) -> None:
         self._unread.pop(slot, None)

@@ -79,12 +79,13 @@ class Switchback:
         self._kept: deque[tuple[float, np.ndarray]] = deque(maxlen=MOST_TRIALS)  # of the last busy hour
         self.changed()
 
-    def changed(self) -> None:
-        """Give another drafter a new loss budget, and begin a trial as soon as possible.
+    def changed(self, renews_budget: bool = True) -> None:
+        """Give another drafter a new loss budget, if it ``renews_budget``, and begin a trial as soon as possible.
 
         Trials of the last hour stay, because they measured the drafters of that hour.
         """
-        self.budget = LossBudget(self._max_loss)
+        if renews_budget:
+            self.budget = LossBudget(self._max_loss)
         self._begin(self.measured)
         self._began = -math.inf
 

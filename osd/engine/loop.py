@@ -218,9 +218,9 @@ class DecodeLoop:
     def _swap(self) -> None:
         start = time.perf_counter()
         drafter = None if self.pool is None else self.pool.swap()
-        if drafter is None:
+        if self.pool is None or drafter is None:
             return
-        self.planner.reset(drafter)
+        self.planner.reset(drafter, drafter.domain == self.pool.domain)
         stall = time.perf_counter() - start
         self.counters.count_swap(stall)
         log.info("drafter %d of %s swapped in within %.1f ms", drafter.version, drafter.domain, stall * 1e3)

@@ -15,11 +15,13 @@ from osd.economy.costs import CostModel
 from osd.economy.effect import Step
 from osd.economy.plan import Ready, StepBudget, TokenRates, equal_drafts, prompt_chunk
 from osd.economy.switchback import Switchback
+from osd.engine.constraint import FORCED
 from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.policy import Policy
 from osd.engine.sequence import SequenceState
 from osd.engine.step import SequenceOutcome, StepOutcome
 from osd.engine.step_plan import ScheduledSequence
+from osd.recall.memory import BEHIND
 from osd.verification.tree import ROOT
 
 _LONGEST_STEP = 1.1  # with rows of worse priorities, as a multiple of a step without them
@@ -125,12 +127,12 @@ class Planner:
         for result in outcome.sequences:
             if result.proposed and result.drafter is not None and result.sequence.policy is self._policy:
                 by_drafter[result.drafter].append(result)
-        if not outcome.exceptional:
+        if not outcome.exceptional and not outcome.exits:
             self._learn_costs(outcome, by_drafter, seconds)
             self._learn_rate(outcome, seconds)
             self._learn_shares(by_drafter)
-            if self.switchback is not None and outcome.drafts is not None:
-                self.switchback.observe(measured_step(outcome, seconds))
+        if not outcome.exceptional and self.switchback is not None and outcome.drafts is not None:
+            self.switchback.observe(measured_step(outcome, seconds))
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for result in outcome.sequences:
             if result.proposed:
@@ -178,13 +180,16 @@ class Planner:
             for result in results:
                 shares.observe(len(result.tree.tokens), result.path, len(result.tree.rider_tokens))
 
-    def reset(self, drafter: ActiveDrafter) -> None:
-        """Reset the statistics after the weights of a drafter have changed."""
+    def reset(self, drafter: ActiveDrafter, is_default: bool = True) -> None:
+        """Reset the statistics after the weights of a drafter have changed.
+
+        A version of the service's own domain, the default, gets a loss budget of its own.
+        """
         for growth in self._growths:
             growth.forget()
         self._shares_of(drafter).renew(self._policy.growth.max_nodes)
         if self.switchback is not None:
-            self.switchback.changed()
+            self.switchback.changed(is_default)
 
     def _shares_of(self, drafter: ActiveDrafter) -> NodeShares:
         return self._shares.setdefault(drafter, NodeShares(self._policy.growth.max_nodes))
@@ -199,7 +204,7 @@ def measured_step(outcome: StepOutcome, seconds: float) -> Step:
 
     Tokens that a grammar forces count as prompt rows, because they come with and without drafters.
     """
-    forced = sum(len(result.path) for result in outcome.sequences if result.forced)
+    forced = sum(source in (FORCED, BEHIND) for result in outcome.sequences for source in result.accepted)
     streams, upkeep = len(outcome.sequences), sum(outcome.upkeep_seconds.values())
     tokens = sum(result.tokens for result in outcome.sequences) - forced
     rows = outcome.plain_rows - streams + forced

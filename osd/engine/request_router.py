@@ -16,6 +16,7 @@ from osd.runtime.model import SlotModel
 
 _MAX_INCOMING = 16  # outcomes to learn from before a prompt is routed; takes a few milliseconds
 _MAX_OUTGOING = 256
+_MAX_WAITING = 512
 
 
 class RequestRouter:
@@ -28,14 +29,14 @@ class RequestRouter:
     Attributes:
         routers: by tenant.
         outgoing: outcomes of requests that may be learned from, for other replicas; another thread removes them.
-        incoming: outcomes of other replicas; another thread adds them.
+        incoming: the newest outcomes of other replicas; another thread adds them.
     """
 
     def __init__(self, pool: DrafterPool, target: SlotModel) -> None:
         """Route among the domains of ``pool`` by the states of ``target``, which must have taps."""
         self._pool, self.routers = pool, {"": Router(pool.domain)}
         self.outgoing: deque[Outcome] = deque(maxlen=_MAX_OUTGOING)
-        self.incoming: deque[Outcome] = deque()
+        self.incoming: deque[Outcome] = deque(maxlen=_MAX_WAITING)
         self._dimensions = target.hidden_size
         middle = min(range(len(target.taps)), key=lambda at: abs(target.taps[at] - len(target.layers) // 2))
         start = middle * target.hidden_size

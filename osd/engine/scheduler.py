@@ -65,16 +65,18 @@ class Scheduler:
     def take_next(self) -> SequenceState | None:
         """Move the first waiting sequence to the running ones and return it; None without one, or without room.
 
-        If necessary, running sequences of worse priority are preempted.
+        If necessary, running sequences of worse priority are preempted, unless that would not make enough room.
         """
         if not self.waiting:
             return None
         first = self.waiting[0]
-        while not self._slots.has_room(first):
-            last = max(self.running, key=_order)
-            if last.request.priority <= first.request.priority:
-                return None
-            self._preempt(last)
+        worse = [s for s in self.running if s.request.priority > first.request.priority]
+        if not self._slots.has_room(first, [s.slot for s in worse]):
+            return None
+        for s in sorted(worse, key=_order, reverse=True):
+            if self._slots.has_room(first):
+                break
+            self._preempt(s)
         self.running.append(self.waiting.pop(0))
         return first
 

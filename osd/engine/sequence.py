@@ -319,7 +319,7 @@ class SequenceState:
         """
         if self.unrouted is not None and states is not None:
             self.unrouted.tokens += tokens
-            self.unrouted.states.append(states)
+            self.unrouted.states.append(states.clone())  # without the rows of other sequences
         for drafter in self.drafters:
             if drafter is self.drafter:
                 drafter.commit(self.slot, tokens, states, rows)

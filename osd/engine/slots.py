@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import psutil
 from torch import Tensor
@@ -68,10 +68,13 @@ class SlotManager:
         """Share of the memory for keys and values that sequences with a slot have."""
         return self._budget.share(set(self._free))
 
-    def has_room(self, s: SequenceState) -> bool:
-        """Return whether ``s`` can get a slot while the other sequences still have room to grow."""
-        taken = len(self._tokens) - len(self._free)
-        return bool(self._free) and (not taken or self._budget.has_room(len(s.tokens), set(self._free)))
+    def has_room(self, s: SequenceState, released: Collection[int] = ()) -> bool:
+        """Return whether ``s`` can get a slot while the other sequences still have room to grow.
+
+        ``released`` are taken slots that would be free too.
+        """
+        free = {*self._free, *released}
+        return bool(free) and (len(free) == len(self._tokens) or self._budget.has_room(len(s.tokens), free))
 
     def grow(self, s: SequenceState) -> bool:
         """Reserve memory for the tokens of ``s``, which has a slot, and the largest draft after them.

@@ -82,7 +82,8 @@ class LaunchedStep:
         upkeep: work that only drafters need, except the proposals.
         times: start and end of the forward.
         skipped: layers that did not run, by sequence whose next token might leave early.
-        exceptional: whether the times are not typical, because a CUDA graph was recorded or rows might leave early.
+        exceptional: whether the times are not typical, because a CUDA graph was recorded.
+        exits: whether rows might leave the layers early, so that the step costs less than others of its rows.
     """
 
     drafts: StepDrafts
@@ -94,6 +95,7 @@ class LaunchedStep:
     times: tuple[Timestamp, Timestamp]
     skipped: dict[SequenceState, SkippedLayers]
     exceptional: bool
+    exits: bool
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class StepOutcome:
         plain_rows: rows of the forward without drafts.
         draft_seconds: of the proposals, by drafter.
         upkeep_seconds: of other work that only drafters need, by drafter.
-        exceptional: see ``LaunchedStep``.
+        exceptional, exits: see ``LaunchedStep``.
         skipped_layers: target layers that did not run for tokens that left early.
         drafts: see ``StepPlan``.
     """
@@ -289,8 +291,8 @@ def launch(drafts: StepDrafts, target: SlotModel, top_k: int) -> LaunchedStep:
         for group, group_rows, top in zip(drafts.groups, rows, tops, strict=True)
     ]
     skipped = early.skipped(forward, len(target.layers))
-    exceptional = exit_rule is not None or GraphRecorder.made > drafts.graphs
-    return LaunchedStep(drafts, packed, forward, arriving, undecided, upkeep, (start, end), skipped, exceptional)
+    recorded, exits, times = GraphRecorder.made > drafts.graphs, exit_rule is not None, (start, end)
+    return LaunchedStep(drafts, packed, forward, arriving, undecided, upkeep, times, skipped, recorded, exits)
 
 
 @torch.inference_mode()
@@ -506,7 +508,7 @@ def account(advanced: AdvancedStep, detail: CaptureDetail) -> StepOutcome:
     return StepOutcome(
         outcomes, failed, plan.missed, len(launched.packed.rows.token_ids),
         sum(entry.count for entry in plan.sequences), verified.draft_seconds, launched.upkeep.seconds,
-        verified.forward_seconds, launched.exceptional, skipped_layers, plan.drafts,
+        verified.forward_seconds, launched.exceptional, skipped_layers, plan.drafts, launched.exits,
     )  # fmt: skip
 
 

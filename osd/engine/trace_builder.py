@@ -86,7 +86,8 @@ class TraceBuilder:
     def feed(self, hidden: Tensor | None) -> None:
         """Add the hidden states [n, taps * hidden] of committed tokens."""
         if hidden is not None and self.states_weight:
-            self._hidden.append(hidden.to(torch.bfloat16))
+            # A copy, because a view would keep the rows of all sequences of the step.
+            self._hidden.append(hidden.to(torch.bfloat16, copy=True))
 
     def add(
         self,

@@ -248,10 +248,10 @@ class EngineRequests:
         """Return the request with ``n`` sequences per prompt; ``default`` is the default limit of tokens."""
         model = self._service.model
         response_id = f"{'chatcmpl' if body.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        seed = secrets.randbits(63) if body.seed is None else body.seed
         tokens, name = body.limit
         sequences: list[Request] = []
         for ids in prompts:
+            seed = secrets.randbits(63) if body.seed is None else body.seed
             check_prompt(ids, "messages" if body.chat else "prompt", model.context, model.vocabulary)
             limit = self._limits.max_completion_tokens
             budget = completion_budget(tokens, default, name, len(ids), model.context, limit)

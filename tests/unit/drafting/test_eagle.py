@@ -18,7 +18,7 @@ from osd.drafting.eagle.drafter import Eagle
 from osd.drafting.growth import DraftBudget
 from osd.drafting.growth.best_first import BestFirst
 from osd.drafting.growth.chance_table import ChanceTable
-from osd.drafting.session import DraftPrices, DraftRequest
+from osd.drafting.session import CommittedTokens, DraftPrices, DraftRequest, Runtime
 from osd.economy.costs import CostModel
 from osd.economy.plan import StepBudget
 from osd.engine.request import SamplingParams
@@ -35,6 +35,17 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def eagle(target_dir: Path) -> Eagle:
     return random_drafter(EagleSettings(vocabulary=150), target_dir)
+
+
+def test_uncalled_drafter_keeps_no_rows_of_other_sequences(eagle: Eagle) -> None:
+    session, width = eagle.session(Runtime(2, 40, 8)), 48
+    session.open(0, 1)
+    for token in range(4):
+        step = torch.zeros(100, width)
+        session.commit(0, CommittedTokens([token], step[:1]))
+    tokens, states = session.unread(0)
+    assert tokens == [0, 1, 2, 3]
+    assert [state.untyped_storage().nbytes() for state in states[:-1]] == [4 * width] * 3
 
 
 native = pytest.mark.skipif(kernels() is None, reason="the kernels were not built")

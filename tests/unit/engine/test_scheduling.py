@@ -61,6 +61,34 @@ def test_better_priority_preempts_the_last_one(target_dir: Path, oracle: Oracle,
         assert results[name].tokens == oracle.greedy(ASKED[prompt], count)
 
 
+@pytest.mark.parametrize("needed", [1, 2])
+def test_preemption_happens_only_if_it_makes_enough_room(needed: int) -> None:
+    class Slots:
+        """Slots of which ``needed`` have to be free for the first waiting sequence."""
+
+        free = 0
+
+        def has_room(self, s: Any, released: Any = ()) -> bool:
+            return self.free + len(released) >= needed
+
+        def give_back(self, slot: int) -> None:
+            self.free += 1
+
+    scheduler = Scheduler(EngineSettings(), *cast(Any, (Slots(), planner({1: 1.0}), None, None, None)))
+    sequences = {
+        name: cast(Any, SimpleNamespace(
+            name=name, slot=number, number=number, drafters=[], preempt=lambda: None,
+            request=Request(name, (1,), 9, priority=priority),
+        ))
+        for number, (name, priority) in enumerate((("equal", 0), ("late", 5), ("first", 0)))
+    }  # fmt: skip
+    scheduler.running = [sequences["equal"], sequences["late"]]
+    scheduler.waiting = [sequences["first"]]
+    taken = scheduler.take_next()
+    assert (taken is None, scheduler.preemptions) == ((False, 1) if needed == 1 else (True, 0))
+    assert ("late" in [s.name for s in scheduler.running]) == (needed == 2)
+
+
 class _Drafter:
     kind = "eagle"
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Trace, decode, encode
 from osd.drafting import Drafter
-from osd.engine.request import SamplingParams
+from osd.engine.request import Request, SamplingParams
+from osd.engine.trace_builder import TraceBuilder
 from osd.learning.batch import collate
+from osd.runtime.top import most_probable
 from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running
 
 K = 6
@@ -32,6 +34,18 @@ def traces_of(
     for trace in records:
         grouped.setdefault(trace.request_id, []).append(decode(encode(trace)))
     return grouped, results
+
+
+def test_traced_states_are_copies() -> None:
+    step = torch.zeros(100, 4, dtype=torch.bfloat16)
+    builder = TraceBuilder(Request("r", (1, 2, 3), 2), "toy", 64)
+    builder.feed(step[:3])
+    step.fill_(7)
+    builder.add([4], most_probable(torch.zeros(1, 9), range(1), 2), None, [], 0)
+    builder.feed(torch.zeros(1, 4))
+    trace = builder.build("general", "general", 1)
+    assert trace is not None
+    assert not floats(trace).any()
 
 
 def floats(trace: Trace) -> Tensor:

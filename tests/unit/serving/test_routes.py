@@ -156,6 +156,12 @@ def test_choices_have_different_seeds_and_the_first_is_given(client, service):
     assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] == 24
 
 
+def test_sequences_without_a_seed_draw_independently(client, service):
+    client.post("/v1/completions", json={"prompt": ["hi", "hi"], "n": 3})
+    assert len({request.sampling.seed for request in service.submitted}) == 6
+    assert not any(request.sampling.repeatable for request in service.submitted)
+
+
 def test_stream_has_an_event_per_step_and_ends_with_done(client):
     first, last = events_of(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     assert first["object"] == "chat.completion.chunk"
