@@ -23,9 +23,9 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def all_ended(processes: list[psutil.Process]) -> bool:
-    """Return whether all processes end within the hang limit."""
-    _, alive = psutil.wait_procs(processes, timeout=HANG_SECONDS)
+def all_ended(processes: list[psutil.Process], seconds: float = HANG_SECONDS) -> bool:
+    """Return whether all processes end within some seconds, by default the hang limit."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -27,7 +27,7 @@ class Disconnected(Exception):
 
 
 class ApiError(Exception):
-    """Error that becomes the status and the body of the response.
+    """Error that becomes the status and the body of the response; a 503 always has Retry-After.
 
     The message never contains text of the user, except names of fields.
     """
@@ -43,7 +43,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, dict(headers or {})
+        given = {name.lower(): value for name, value in (headers or {}).items()}
+        self.status, self.headers = status, {"retry-after": "1", **given} if status == 503 else given
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
@@ -60,9 +61,7 @@ def of_status(status: int, headers: Mapping[str, str] | None = None) -> ApiError
     """Return the general error of an HTTP status."""
     message = _MESSAGES.get(status, "The request was refused.")
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return ApiError(
-        status, message, kind=kind, headers={**({"retry-after": "1"} if status == 503 else {}), **(headers or {})}
-    )
+    return ApiError(status, message, kind=kind, headers=headers)
 
 
 def stopping() -> ApiError:

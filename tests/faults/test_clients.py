@@ -8,15 +8,19 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from tests.clients import LONG
 from tests.up import SLOTS, Up, starting
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.soak
 
 _TCP_REPAIR = 19
+AT_ONCE_SECONDS = 5
+"""Time until a replica reports that a request was cancelled; the longest answers take longer."""
 """Socket option of linux/tcp.h: a socket closed with it sends nothing to the peer."""
 
 
@@ -90,6 +94,11 @@ def send_until(connection: socket.socket, stage: str, stream: bool) -> None:
         time.sleep(0.5)
 
 
+def has_cancelled(service: Up, count: float) -> bool:
+    """Return whether the replicas have reported the cancellation of ``count`` requests."""
+    return service.metric("osd_cancelled_requests_total") >= count
+
+
 STAGES = (
     "after it connected", "in its head", "in its body", "while it waits", "while its prompt is read",
     "while it decodes", "at its end",
@@ -104,13 +113,16 @@ STAGES = (
 @pytest.mark.parametrize("stage", STAGES)
 def test_disconnected_client_frees_its_slot_and_place(service, fault_result, stage):
     service.wait_until_free()
-    began = time.monotonic()
+    began, cancelled = time.monotonic(), service.metric("osd_cancelled_requests_total")
     with full(service) if stage == "while it waits" else contextlib.nullcontext():
         for disconnect in DISCONNECTS:
             for stream in (True, False):
                 connection = socket.create_connection(("127.0.0.1", service.port), timeout=60)
                 send_until(connection, stage, stream)
                 disconnect(connection)
+                if stage == "while it decodes" and disconnect is not vanish:
+                    cancelled += 1
+                    wait_until(partial(has_cancelled, service, cancelled), AT_ONCE_SECONDS)
     service.wait_until_free()
     fault_result.seconds = time.monotonic() - began
     fault_result.errors = "none for other clients"

@@ -240,6 +240,7 @@ def test_service_answers_on_a_full_disk(service, eventually, fault_result):
         refused = act(up, "pin")
         assert refused.status_code == 503
         assert "audit log" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"].isdecimal()
         assert httpx2.get(f"{up.url}/health", timeout=30).status_code == 200
         assert up.versions() == version
     began = time.monotonic()

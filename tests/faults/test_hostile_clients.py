@@ -214,8 +214,9 @@ def service(tmp_path, reader):
 @pytest.mark.fault(
     "clients with a limited key send broken, nested, huge and endless requests and heads, costly forms, bombs and new "
     "domains, do not read, reset, and hold 1,000 idle connections",
-    "no process is replaced, /health answers 200, no process grows by over 2 %, all traces of other clients are "
-    "captured, and the 99th percentile of their latencies is at most 1.5 times as long",
+    "no process is replaced, /health answers 200, no replica, proxy or actor grows by over 2 % (10 % in a run of three "
+    "minutes), all traces of other clients are captured, and the 99th percentile of their latencies is at most 1.5 "
+    "times as long (not checked in three minutes)",
     process="replica, proxy: hostile clients",
 )
 def test_hostile_clients_do_not_harm_others(service, reader, tmp_path, fault_result):
@@ -272,6 +273,8 @@ def test_hostile_clients_do_not_harm_others(service, reader, tmp_path, fault_res
     assert {answer.status for answer in normal.answers} == {200}
     assert not [status for status in attackers.statuses if status.endswith((" 500", " 501", " 502"))]
     assert lost == 0
+    for attack in ("complex_forms 2", "new_domains 2"):
+        assert any(status.startswith(attack) for status in attackers.statuses), "hostile clients are served too"
     assert max(growths) <= MAX_GROWTH
     if MINUTES >= LONG_MINUTES:
         assert slowdown <= MAX_SLOWDOWN

@@ -42,7 +42,7 @@ def kill_and_watch(process, name: str, sentence: str) -> float:
     _, errors = process.communicate()
     assert errors.strip().splitlines()[-1] == f"osd: {sentence} (process {victim.pid}) died"
     assert "Traceback" not in errors
-    assert all_ended(processes)
+    assert all_ended(processes, END_SECONDS)
     return seconds
 
 

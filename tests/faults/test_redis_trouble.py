@@ -23,6 +23,8 @@ pytestmark = pytest.mark.soak
 
 TOKENS, TURNS = 300, 15
 MIN_SPEED = 0.9
+HANGING = 0.1
+"""Share of the speed below which a request hung."""
 """Lowest share of the speed with a good Redis that a bad Redis may leave."""
 DOWN_SECONDS = 30.0
 
@@ -148,6 +150,7 @@ def test_slow_redis_does_not_slow_decoding(traffic, address, fault_result):
     before, now = max(good), max(slow)  # other load only slows a turn down
     print(f"tokens per second: {before:.0f}, with a slow Redis {now:.0f}")
     assert now > MIN_SPEED * before
+    assert min(slow) > HANGING * now
     wait_until(traffic.accounted, every=0.1)
     address.delay = 0.0
     fault_result.seconds = traffic.wait_until_captured()
@@ -233,4 +236,5 @@ def test_redis_outage_affects_no_request(traffic, redis_server, eventually, faul
     again, without = traffic.best(), max(rates)
     print(f"tokens per second: {good:.0f}, without Redis {without:.0f}, with the next Redis {again:.0f}")
     assert without > MIN_SPEED * min(good, again)
+    assert min(rates) > HANGING * without
     fault_result.lost, fault_result.errors = f"{lost} of {lost} traces, counted", "none"

@@ -9,6 +9,7 @@ import httpx2
 import psutil
 import pytest
 
+from serving.http.liveness import SILENCE_SECONDS
 from tests.clients import describe_errors
 from tests.waiting import wait_until
 
@@ -30,6 +31,7 @@ def test_requests_of_a_killed_replica_end_with_an_error(service, fault_result):
     service.wait_until_free()
     clients = service.in_flight(streams=8, answers=4)
     refused, fault_result.seconds = end_a_replica(service, signal.SIGKILL)
+    assert refused <= 2, "the other replica serves"
     errors = [error for client in clients if (error := client.error()) is not None]
     assert 0 < len(errors) < len(clients), "each replica had requests"
     assert {error["message"] for error in errors} == {"The replica ended before it answered completely. Try again."}
@@ -69,10 +71,36 @@ def end_a_replica(service, signal_number: signal.Signals) -> tuple[int, float]:
             assert response.status_code == 200 or (response.status_code == 503 and "error" in response.json())
             assert response.status_code == 200 or "retry-after" in response.headers
         refused += answer.status_code == 503
-        return page.status_code == 200 and not before.issuperset(replica["name"] for replica in page.json()["replicas"])
+        names = {replica["name"] for replica in page.json()["replicas"]} if page.status_code == 200 else set()
+        return len(names) == 2 and names != before
 
     wait_until(is_replaced, RECOVERY_SECONDS)
     return refused, time.monotonic() - began
+
+
+@pytest.mark.fault(
+    "all replicas hang for half a minute",
+    "new requests get 503 with Retry-After after 20 s, and answers when the replicas continue",
+    process="replica: SIGSTOP, later SIGCONT",
+)
+def test_requests_to_hanging_replicas_end_after_the_limit(service, fault_result):
+    service.wait_until_free()
+    replicas = service.workers("ServeReplica")
+    for replica in replicas:
+        replica.suspend()
+    try:
+        began = time.monotonic()
+        answer = service.complete()
+        fault_result.seconds = time.monotonic() - began
+    finally:
+        for replica in replicas:
+            replica.resume()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"].isdecimal()
+    assert fault_result.seconds < SILENCE_SECONDS + 5
+    wait_until(lambda: service.complete().status_code == 200)
+    fault_result.errors = "all new requests: 503"
+    service.wait_until_free()
 
 
 @pytest.mark.fault(

@@ -34,7 +34,7 @@ def check_ended(service, processes, within: float = 120) -> str:
     _, errors = service.process.communicate(timeout=within)
     assert service.process.returncode == STOPPED
     assert "Traceback" not in errors
-    assert all_ended(processes)
+    assert all_ended(processes, within)
     return errors
 
 
@@ -103,6 +103,8 @@ def test_answers_longer_than_the_drain_end_with_an_error(tmp_path, fault_result)
         fault_result.errors = describe_errors(clients)
         errors_text = check_ended(service, processes, LATE_SECONDS)
         fault_result.seconds = time.monotonic() - stopped_at
+    assert fault_result.seconds < 0.5 + LATE_SECONDS
+    assert all(client.status == (200 if client.streams else 503) for client in clients)
     assert f", {len(clients)} requests ended with an error" in errors_text
 
 
@@ -122,6 +124,8 @@ def test_stop_does_not_wait_for_a_hanging_replica(tmp_path, fault_result, signal
         for client in clients:
             client.join()
         broken = sum(bool(client.broken) for client in clients)
+        assert all(client.broken or client.error() is not None for client in clients)
+        assert not broken or signal_number == signal.SIGSTOP, "the proxy ends the answers of a dead replica"
         fault_result.errors = f"{broken} of {len(clients)} connections broke, the others got an error"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -57,7 +58,7 @@ class Load:
     def _request(self, http, number):
         for _ in range(300):
             response = http.post("/v1/completions", json=body(number))
-            is_complete = "[DONE]" in response.text if body(number).get("stream") else True
+            is_complete = not body(number).get("stream") or is_whole(response.text)
             with self._lock:
                 self.statuses[response.status_code] += 1
                 if response.status_code not in (200, 429) or (response.status_code == 200 and not is_complete):
@@ -66,6 +67,13 @@ class Load:
                 return
             time.sleep(float(response.headers["retry-after"]))
         self.failed.append((429, "refused 300 times"))
+
+
+def is_whole(stream):
+    """Return whether a stream ended, and without an error event."""
+    *events, end, rest = stream.split("\n\n")
+    events = [json.loads(event.removeprefix("data: ")) for event in events]
+    return (end, rest) == ("data: [DONE]", "") and not any("error" in event for event in events)
 
 
 def swap_until(service, stop):

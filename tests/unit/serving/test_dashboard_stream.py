@@ -114,7 +114,7 @@ def test_viewer_over_the_limit_gets_429(service, monkeypatch):
     viewers.enter()
     with pytest.raises(ApiError) as refused:
         viewers.enter()
-    assert (refused.value.status, refused.value.headers["Retry-After"]) == (429, "5")
+    assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "5")
     viewers.leave()
     viewers.enter()
 

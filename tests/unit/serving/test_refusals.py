@@ -8,6 +8,7 @@ import pytest
 
 from osd.engine.request import Update
 from osd.metrics import SpeculationCounts
+from serving.http.errors import ApiError, of_status, stopping
 from tests.unit.serving.answers import CHAT, asking, error_of, events_of, refusal_of
 
 
@@ -16,6 +17,13 @@ def test_logit_bias_of_an_unknown_token_is_400(client, service):
     assert refusal_of(answer, "logit_bias", "592")["code"] == "invalid_value"
     assert client.post("/v1/completions", json={"prompt": "hi", "logit_bias": {"591": 1}}).status_code == 200
     assert len(service.submitted) == 1
+
+
+def test_every_503_says_when_to_try_again():
+    assert ApiError(503, "It stops.").response().headers["retry-after"] == "1"
+    assert stopping().response().headers["retry-after"] == "5"
+    assert of_status(503, {"Retry-After": "7"}).headers == {"retry-after": "7"}
+    assert "retry-after" not in ApiError(500, "It failed.").headers
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -123,7 +123,7 @@ async def test_retry_after_is_at_least_one_second(clock, seconds):
     clock[0] += seconds
     with pytest.raises(ApiError) as refused:
         await admitted(budgets, key)
-    assert refused.value.headers["Retry-After"] == "1"
+    assert refused.value.headers["retry-after"] == "1"
     budgets.close()
 
 
