@@ -222,6 +222,7 @@ class StepOutcome:
     exceptional: bool
     skipped_layers: int = 0
     drafts: bool | None = None
+    exits: bool = False
 
 
 @dataclass(frozen=True)

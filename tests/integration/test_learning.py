@@ -132,7 +132,7 @@ def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventu
 
 
 def test_traces_beyond_the_budget_are_acknowledged_too(settings, send, redis_client, eventually):
-    settings = settings.model_copy(update={"capture": CaptureSettings(bytes_per_second=100)})
+    settings = settings.model_copy(update={"capture": CaptureSettings(bytes_per_second=1024)})
     stop, counts = threading.Event(), [LabellingCounts()]
     teacher = Teacher(settings, settings.redis_url, Path(settings.target.source), (1,), stop, counts.append)
     for number in range(12):

@@ -20,7 +20,7 @@ def test_home_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             self._open()
 
     home = tmp_path / "file" / "home"
-    with pytest.raises(StartError, match=f"home {home} cannot be written: Not a directory; set home to a folder"):
+    with pytest.raises(StartError, match=f"home {home} cannot be written: File exists; set home to a folder"):
         Opening(Settings(home=home)).start()
 
 

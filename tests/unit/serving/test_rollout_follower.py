@@ -355,7 +355,7 @@ def test_unreadable_canary_is_retried(settings, registry, short_pauses):
 def test_moved_pointer_ends_retries_of_the_old_version(settings, registry, short_pauses):
     flaky = FlakyRegistry(registry.root, 1, EIO)
     engine, events = ScriptedEngine(), RecordingEvents()
-    watch(settings, flaky, engine, events, at(2), at(3), until=lambda: events.events)
+    watch(settings, flaky, engine, events, at(2), at(3, moves=1), until=lambda: events.events)
     assert events.events == [("swapped", 3)]
     assert engine.staged == [3]
 

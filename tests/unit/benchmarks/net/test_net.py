@@ -159,7 +159,7 @@ def test_first_drafter_is_trained_once(tmp_path):
         ),
         (["--set", "capture.enabled=false"], "capture.enabled and serving.capture_default must be true"),
         (["--set", "redis_url=redis://127.0.0.1:1"], "redis_url must not be set: each pass starts a Redis of its own"),
-        (["--set", "registry.url=s3://a/b"], "registry.url must not be set: each pass has a registry of its own"),
+        (["--set", "registry.url=s3://bucket/b"], "registry.url must not be set: each pass has a registry of its own"),
         (["--requests", "33"], "there are 32 distinct prompts for 33 requests"),
         (["--requests", "32"], "there are 20 arrivals for 32 requests"),
         (["--arrivals", "nowhere.csv"], "cannot read nowhere.csv"),

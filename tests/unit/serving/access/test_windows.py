@@ -110,7 +110,7 @@ async def test_headers_and_errors_format_hours_minutes_seconds(clock):
         await admitted(budgets, key, charge=10)
     headers = refused.value.headers
     assert headers["x-ratelimit-reset-tokens"] == "48h0m0s"
-    assert headers["Retry-After"] == str(DAY)
+    assert headers["retry-after"] == str(DAY)
     assert refused.value.body["error"]["message"].endswith("Try again in 24h0m0s.")
     budgets.close()
 
