@@ -59,9 +59,20 @@ def main() -> None:
         return learner
 
     def train(worker: Worker, learner: Learner) -> None:
-        log.write(worker, "begins")
-        trains(worker, learner)
-        log.write(worker, "ends")
+        """Log each micro-step, and not the wait before it."""
+        step: Any = learner.step
+
+        def logged_step(*arguments: Any) -> Any:
+            log.write(worker, "begins")
+            learned = step(*arguments)
+            log.write(worker, "ends")
+            return learned
+
+        learner.step = logged_step  # type: ignore[method-assign]
+        try:
+            trains(worker, learner)
+        finally:
+            learner.step = step  # type: ignore[method-assign]
 
     Worker._open, Worker._train = open_, train  # type: ignore[method-assign]
     context = TargetContext(TARGET, VOCABULARY, HIDDEN, lambda config: Toy())

@@ -17,6 +17,7 @@ import torch
 
 from osd.capture.trace import Array, Trace
 from osd.capture.writer import TraceWriter
+from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.events import Events
 from osd.registry.pointer import Pointer, Rollout
 from osd.registry.retention import retire
@@ -159,6 +160,8 @@ def test_resources_stop_growing_at_their_limits(service, fault_result):
     with ExitStack() as ends:
         lapse = TimeLapse(service, ends)
         for version in range(VERSIONS):
+            if version == FULL:  # recall writes its first snapshot after a minute
+                wait_until((service.registry.root / "general" / SNAPSHOT).exists)
             number, before = lapse.publish(), lapse.cpu_seconds()
             lapse.serve(number)
             if version in measured:

@@ -23,6 +23,8 @@ pytestmark = [
 ]
 
 END_SECONDS = 10
+SEEN_SECONDS = 1
+"""Time in which the table of faults sees the processes."""
 
 
 def server(pid: int, name: str) -> psutil.Process | None:
@@ -33,7 +35,8 @@ def server(pid: int, name: str) -> psutil.Process | None:
 
 def kill_and_watch(process, name: str, sentence: str) -> float:
     """Kill a server and check that the command ends with one line and without processes; return the seconds."""
-    victim = wait_until(lambda: server(process.pid, name))
+    victim, _ = wait_until(lambda: all(found := [server(process.pid, each) for each in (name, "raylet")]) and found)
+    time.sleep(SEEN_SECONDS)
     processes = family(process.pid)
     victim.kill()
     began = time.monotonic()

@@ -94,7 +94,7 @@ class Pair:
         """Return the number of domains of each live trainer, by its report; nothing while Redis is too busy."""
         try:
             with Trainers(self.url) as trainers:
-                return sorted(len(report.domains) for report in trainers.now().reports.values())
+                return sorted(len(report.domains) for report in trainers.state().reports.values())
         except RedisError:
             return []
 
