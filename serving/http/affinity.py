@@ -96,18 +96,14 @@ class PrefixIndex:
     def __init__(self, default_domain: str) -> None:
         """Create an empty index; requests for ``default_domain`` are not indexed, because all replicas serve it."""
         self._default_domain = _hash(default_domain)
-        self._holders: OrderedDict[str, dict[str, None]] = OrderedDict()
+        self._holders: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
     def add(self, affinity: Affinity, replica: str) -> None:
         """Record that ``replica`` received a request."""
         # Insert from the end, so that the ends of long prompts are evicted first.
         for key in (*reversed(affinity.blocks), *self._domain(affinity)):
-            holders = self._holders.pop(key, {})
-            holders.pop(replica, None)
-            holders[replica] = None
-            if len(holders) > _HOLDERS:
-                del holders[next(iter(holders))]
-            self._holders[key] = holders
+            others = [holder for holder in self._holders.pop(key, ()) if holder != replica]
+            self._holders[key] = (*others, replica)[-_HOLDERS:]
         while len(self._holders) > _KNOWN:
             self._holders.popitem(last=False)
 

@@ -45,6 +45,8 @@ SETTLE_SECONDS = 75 if MINUTES >= LONG_MINUTES else 15
 GENERATED_REQUESTS = 500
 FORMS = 100
 """Forms that fill the caches of both replicas, which hold up to 25 each."""
+LONG_PROMPTS = 150
+"""Refused prompts of 16 KiB that fill the proxy's index of the beginnings of prompts."""
 LOAD = 0.5
 """Rate of the normal clients, as a share of the rate that the service can answer during attacks."""
 WARM_MINUTES = min(MINUTES / 2, 10)
@@ -167,7 +169,7 @@ def write_generated_requests(file: Path) -> None:
 
 
 def fill(up: Up) -> None:
-    """Use all slots over their whole length, and fill the caches with the largest forms of the hostile clients."""
+    """Use all slots over their whole length, and fill the caches of forms and of the beginnings of prompts."""
     chance = random.Random(0)  # noqa: S311
     forms = [{"choice": hostile_clients.choices(chance)} for _ in range(FORMS)]
     bodies = [{"prompt": f"{number}" * 450, "max_tokens": 100} for number in range(10, 10 + 4 * SLOTS)]
@@ -176,6 +178,8 @@ def fill(up: Up) -> None:
     ]
     with ThreadPoolExecutor(2 * SLOTS) as pool:
         assert {answer.status_code for answer in pool.map(lambda body: up.complete(**body), bodies)} == {200}
+        prompts = [f"{number:04} " * (2**14 // 5 + 1) for number in range(LONG_PROMPTS)]
+        assert {answer.status_code for answer in pool.map(lambda prompt: up.complete(prompt=prompt), prompts)} == {400}
 
 
 def percentile(values: list[float], share: float) -> float:
