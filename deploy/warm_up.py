@@ -90,7 +90,7 @@ def warm_up(
 
 
 def _temporary_settings(settings: Settings, home: Path, directory: Path) -> Settings:
-    """Return the settings of the temporary service: apart from all others, and with free training."""
+    """Return the settings of the temporary service: it shares nothing with other services and trains at no price."""
     serving: dict[str, Any] = {"host": "127.0.0.1", "port": free_port(), "replicas": 1, "max_replicas": None}
     serving |= dict.fromkeys(("api_key", "api_key_file", "admin_key", "admin_key_file", "keys_file"))
     trainer = {"enabled": True, "duty": 1.0, "price": 0.0, "price_idle": 0.0, "extra_domains": (), "tracking": "none"}

@@ -19,6 +19,7 @@ from serving.http import affinity
 from serving.http import protocol as http_protocol
 from serving.http.affinity import Affinity
 from serving.http.carried_body import ClientMessages
+from serving.http.content_length import is_longer
 from serving.http.errors import ApiError, of_status
 from serving.http.liveness import SILENCE_SECONDS, Silence
 from serving.http.paths import template_of
@@ -35,8 +36,6 @@ _ROUTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Paths whose requests are routed by the prefix of the prompt."""
 _BODY_BYTES, _BODY_SECONDS = 1 << 20, 0.1
 """Size and time limits for reading a body to route by its prefix; other requests go to any replica."""
-_LENGTH_DIGITS = 10
-"""Digits of a length that is read as a number; Python refuses very long numbers."""
 _DELIVERY = Delivery(COUNTS, ACTOR)
 _BROKEN = "The replica ended before it answered completely. Try again."
 _SILENT = f"The service received nothing from a replica for {SILENCE_SECONDS:.0f} seconds. Try again."
@@ -94,8 +93,8 @@ def _is_routed_by_body(scope: Scope) -> bool:
     # With an Expect header the client waits for the replica before it sends the body.
     if scope["path"] not in _ROUTED_PATHS or b"expect" in headers:
         return False
-    length = headers.get(b"content-length", b"0").lstrip(b"0") or b"0"
-    return length.isdigit() and len(length) <= _LENGTH_DIGITS and int(length) <= _BODY_BYTES
+    length = headers.get(b"content-length", b"0").decode("latin-1")
+    return length.isdecimal() and not is_longer(length, _BODY_BYTES)
 
 
 async def _send_and_count(template: str, send: Send, message: Message) -> None:

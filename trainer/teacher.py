@@ -131,7 +131,8 @@ class Teacher:
                     self._tapped.purge(request)
         except RedisError as error:
             logger.debug("the list of purged requests cannot be read: %s", error)
-            return self._reader.release([delivery.place for delivery in batch])  # it is read again later
+            self._reader.release([delivery.place for delivery in batch])  # it is read again later
+            return
         readings: dict[Place, Reading] = {}
         for delivery in batch:
             try:
@@ -146,13 +147,12 @@ class Teacher:
         try:
             traces = self._usable_traces(readings)
         except _StoppedError:
-            return None
+            return
         if self._write(traces):
             self._reader.ack([delivery.place for delivery in batch])
             self._count(read=len(batch), traces=len(traces))
         else:
             self._reader.release([delivery.place for delivery in batch])
-        return None
 
     def _refuse(self, place: Place, error: Exception) -> None:
         """Refuse one exchange; without this, each restart would fail at the same exchange."""

@@ -129,8 +129,8 @@ def capacity_note(results: NetResults) -> str:
 def net_plots(results: NetResults) -> list[Plot]:
     """Plot the first turn: acceptance, speed, and cost and saving of training.
 
-    If plain decoding was measured, the speed is divided by that of plain decoding for the same requests. Savings below
-    0 are drawn as 0.
+    If plain decoding was measured, the plot shows the speed-up over it for the same requests. Savings below 0 are drawn
+    as 0.
     """
     turn = results.turns[0]
     acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in results.ways if way != PLAIN}

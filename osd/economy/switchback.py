@@ -80,7 +80,7 @@ class Switchback:
         self.changed()
 
     def changed(self, renews_budget: bool = True) -> None:
-        """Give another drafter a new loss budget, if it ``renews_budget``, and begin a trial as soon as possible.
+        """Begin a trial of another drafter as soon as possible; ``renews_budget`` gives it a new loss budget.
 
         Trials of the last hour stay, because they measured the drafters of that hour.
         """

@@ -217,8 +217,7 @@ class DecodeLoop:
 
     def _swap(self) -> None:
         start = time.perf_counter()
-        drafter = None if self.pool is None else self.pool.swap()
-        if self.pool is None or drafter is None:
+        if self.pool is None or (drafter := self.pool.swap()) is None:
             return
         self.planner.reset(drafter, drafter.domain == self.pool.domain)
         stall = time.perf_counter() - start

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from osd.config import ServingSettings
 from osd.nesting import NestingError, check_nesting
+from serving.http.content_length import is_longer
 from serving.http.errors import ApiError, from_validation, invalid
 
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
@@ -56,8 +57,7 @@ async def read_body(request: Request, limits: ServingSettings, arrived: Callable
 async def _receive(request: Request, most: int, arrived: Callable[[int], None]) -> bytes:
     message = f"The body is larger than {most} bytes."
     too_large = ApiError(413, message, code="request_too_large", headers=_CLOSE)
-    declared = request.headers.get("content-length", "").lstrip("0")
-    if declared.isdecimal() and (len(declared) > len(str(most)) or int(declared) > most):
+    if is_longer(request.headers.get("content-length", ""), most):
         raise too_large
     data = bytearray()
     async for chunk in request.stream():

@@ -137,9 +137,9 @@ class Snapshots:
         return dropped
 
     def expire(self, before: float | None) -> None:
-        """Drop the entries before a time, at most once an hour, and the remains of interrupted writes.
+        """Drop the entries that are older than a time, and remove the remains of interrupted writes.
 
-        Snapshots of domains with drafters are written anyway. ``before`` is None to drop no entry.
+        Each snapshot is rewritten at most once an hour. ``before`` is that time, or None to drop no entry.
         """
         for path in self._paths():
             about = self.about(path.parent.name)

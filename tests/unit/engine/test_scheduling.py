@@ -64,7 +64,7 @@ def test_better_priority_preempts_the_last_one(target_dir: Path, oracle: Oracle,
 @pytest.mark.parametrize("needed", [1, 2])
 def test_preemption_happens_only_if_it_makes_enough_room(needed: int) -> None:
     class Slots:
-        """Slots of which ``needed`` have to be free for the first waiting sequence."""
+        """Slots with room for a sequence when ``needed`` of them are free."""
 
         free = 0
 
