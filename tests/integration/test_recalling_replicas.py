@@ -155,13 +155,19 @@ def test_purge_applies_to_a_node_without_a_replica(replicas, settings, redis_url
     assert entries_on_disk(node, "acme.general") == 0
 
 
-def test_snapshot_with_a_running_purged_request_says_so(replicas, settings, add_purge, eventually, monkeypatch):
+def test_snapshot_with_a_running_purged_request_says_so(
+    replicas, settings, add_purge, eventually, monkeypatch, tmp_path_factory
+):
+    """Another node's answer makes the replica write a snapshot after the purge."""
     monkeypatch.setattr(recall_keeper, "_SAVE_SECONDS", 0.01)
     monkeypatch.setattr("osd.drafting.recall.snapshot.CLOCK_MARGIN", 0.0)
     snapshots = Snapshots(settings.registry_dir)
-    with blocked_request(replicas.start("first"), "chatcmpl-1f-0", updates=4):
+    with blocked_request(replicas.start("first"), "chatcmpl-1f-0"):
         at = add_purge("chatcmpl-1f")
-        eventually(lambda: (about := snapshots.about("general")) is not None and about.created > at)
+        answered = time.time()
+        other = replicas.start("other", home=tmp_path_factory.mktemp("node"))
+        decode(other, "chatcmpl-2e-0", PROMPT[::-1])()
+        eventually(lambda: (about := snapshots.about("general")) is not None and about.created > answered)
         about = snapshots.about("general")
     assert not about.is_purged(at)
 
