@@ -64,10 +64,10 @@ def purge(
     settings = settings_of(config, overrides)
     from osd.admin import AdminError
     from osd.admin.audit import Actor
-    from osd.admin.forgetting import forget
+    from osd.admin.purging import purge_request
 
     try:
-        removed = forget(settings, redis_url(settings), Actor.local(), request)
+        removed = purge_request(settings, redis_url(settings), Actor.local(), request)
     except AdminError as error:
         fail(error)
     if as_json:

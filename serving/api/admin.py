@@ -14,7 +14,7 @@ from pydantic import Field
 
 from osd.admin import AdminError, ConflictError, NotFoundError
 from osd.admin.audit import Actor
-from osd.admin.forgetting import forget
+from osd.admin.purging import purge_request
 from osd.admin.rollouts import Listing, RolloutMove, Rollouts, listings
 from osd.config import FULL_DOMAIN
 from serving.access.keys import caller_of
@@ -97,7 +97,7 @@ class AdminRoutes:
         service = self.service
         async with self._arrivals.body(request, OfRequest) as body:
             name = body.request
-        removed = await _run(lambda: forget(service.settings, service.redis_url, _actor(request), name))
+        removed = await _run(lambda: purge_request(service.settings, service.redis_url, _actor(request), name))
         return JSONResponse({"request": name, **asdict(removed)})
 
 

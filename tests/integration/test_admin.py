@@ -9,7 +9,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from osd.admin import forgetting
+from osd.admin import purging
 from osd.admin.audit import AuditLog
 from osd.capture.purge import Member, Purges
 from osd.capture.writer import TraceWriter
@@ -137,7 +137,7 @@ def test_request_is_purged_over_http(http, settings, redis_url, make_trace, redi
     assert result == {"request": "chatcmpl-1f", "streamed": 1, **rest}
     assert redis_client.xlen("osd:traces:domain:general") == 0
     error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-2e"}), 404)
-    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(purging, "ANSWER_SECONDS", 0.1)
     with Purges(redis_url) as purges:
         purges.alive(Member("replica", "silent"))
     silent = error_of(http.post("/admin/traces/purge", json={"request": "chatcmpl-3d"}), 503)

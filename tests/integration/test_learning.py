@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from deploy.assembly import StartError
 from deploy.learning import Learning, check_learning
 from osd.admin.audit import Actor
-from osd.admin.forgetting import forget
+from osd.admin.purging import purge_request
 from osd.capture import exchange
 from osd.capture.exchange import FunctionCall
 from osd.capture.purge import Purges
@@ -121,7 +121,7 @@ def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventu
         assert exchange.decode(next(fields[FIELD] for fields in kept if fields[b"reason"] == b"ExchangeError"))
         assert len(kept) == 3, "another target, no chat, and the deep call; a purge removes junk"
         assert [trace.request_id for trace in traces(redis_client)] == ["chatcmpl-3-0"]
-        result = forget(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
+        result = purge_request(settings, settings.redis_url, Actor.local(), "chatcmpl-3")
         assert result.streamed == 2
     remaining = [
         exchange.decode(fields[FIELD])

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 from redis.exceptions import DataError
 
-from osd.admin import forgetting
+from osd.admin import purging
 from osd.capture.purge import Member, PurgeFollower, Purges, RemovedData
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from tests.command import purge as purge_request
@@ -179,7 +179,7 @@ def test_paused_trainer_forgets_a_purged_request(make_loop, eventually):
 
 
 def test_yielding_trainer_forgets_a_purged_request(make_loop, eventually, monkeypatch):
-    monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 1.5)
+    monkeypatch.setattr(purging, "ALIVE_SECONDS", 1.5)
     loop, worker = training(make_loop, eventually)
     with serving(loop):
         eventually(lambda: worker.status()["state"] == "yielding")
@@ -238,29 +238,29 @@ def silent_loop(make_loop):
 
 
 def test_purge_names_members_that_do_not_answer(silent_loop, monkeypatch):
-    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(purging, "ANSWER_SECONDS", 0.2)
     with Purges(silent_loop.url) as members:
         members.alive(Member("trainer", "elsewhere"))
     assert "the replica r1 and the trainer elsewhere did not answer" in purge(silent_loop, "request-0", codes=(2,))
 
 
 def test_purge_names_a_replica_that_hangs_during_it(silent_loop, monkeypatch):
-    monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 0.5)
-    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 1.5)
+    monkeypatch.setattr(purging, "ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr(purging, "ANSWER_SECONDS", 1.5)
     assert "the replica r1 did not answer" in purge(silent_loop, "request-0", codes=(2,))
 
 
 def test_purge_names_a_replica_that_vanished_before_it(silent_loop, monkeypatch):
-    monkeypatch.setattr(forgetting, "ALIVE_SECONDS", 0.0)
-    monkeypatch.setattr(forgetting, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(purging, "ALIVE_SECONDS", 0.0)
+    monkeypatch.setattr(purging, "HEARTBEAT_SECONDS", 0.2)
     absence = "the replica r1 is absent and has not answered"
     assert f"{absence}; it forgets the request when it returns" in purge(silent_loop, "request-0")
     assert absence in purge(silent_loop, "request-unknown", codes=(2,))
 
 
 def test_member_is_absent_after_a_backward_clock_jump(silent_loop, redis_client, monkeypatch):
-    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(forgetting, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(purging, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(purging, "HEARTBEAT_SECONDS", 0.2)
     replica = Member("replica", "r1")
     redis_client.pexpire("osd:replica:r1", 86_400_000 + 3_600_000)  # as after a jump of an hour
     with Purges(silent_loop.url) as purges:
@@ -294,7 +294,7 @@ def test_purge_waits_for_the_heartbeat_after_a_clock_jump(silent_loop, redis_cli
 
 
 def test_request_can_be_purged_again(make_loop, eventually, monkeypatch):
-    monkeypatch.setattr(forgetting, "ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(purging, "ANSWER_SECONDS", 5.0)
     loop = make_loop(steps_per_candidate=10_000)
     worker = loop.begin(20)
     eventually(lambda: worker.status()["records"] == 20)

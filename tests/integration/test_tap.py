@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from osd.admin.audit import Actor
-from osd.admin.forgetting import forget
+from osd.admin.purging import purge_request
 from osd.capture import exchange
 from osd.capture.server import RedisServer
 from osd.capture.trace import FIELD
@@ -306,7 +306,7 @@ def test_exchange_can_be_purged(upstream_url, start, captured, redis_client, tmp
     tap = start(upstream_url)
     tap.chat(3)
     ids = [record.request_id for record in captured(3)]
-    result = forget(tap.settings, url_of(redis_client), Actor.local(), ids[1].rpartition("-")[0])
+    result = purge_request(tap.settings, url_of(redis_client), Actor.local(), ids[1].rpartition("-")[0])
     assert result.streamed == 1
     assert [record.request_id for record in captured(2)] == [ids[0], ids[2]]
 

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from osd.admin.audit import Actor
-from osd.admin.forgetting import forget
+from osd.admin.purging import purge_request
 from osd.capture.purge import Purges
 from osd.capture.server import RedisServer
 from osd.capture.streams import stream_of
@@ -258,7 +258,7 @@ def test_purge_of_an_open_request_leaves_no_trace(assembler, redis_url, redis_cl
     wait_until(lambda: requests(redis_client) == ["response-ended"])
     settings = load_settings(overrides=[f"home={tmp_path}"])
     for request, removed in (("response-open", (0, 2)), ("response-ended", (1, 0))):
-        result = forget(settings, redis_url, Actor("test", "test"), request)
+        result = purge_request(settings, redis_url, Actor("test", "test"), request)
         assert (result.streamed, result.remembered, result.absent) == (*removed, [])
     assert assembler.counters()["purged"] == 2
     send(assembler, "late", request_id="response-open-2")
@@ -283,7 +283,7 @@ def test_purge_waits_for_traces_in_the_queue(redis_url, redis_client, monkeypatc
             end(assembler, *keys)
             wait_until(lambda: assembler.counters()["traces"] == 41)
             settings = load_settings(overrides=[f"home={tmp_path}", f"redis_url={redis_url}"])
-            forget(settings, redis_url, Actor("test", "test"), "response-39")
+            purge_request(settings, redis_url, Actor("test", "test"), "response-39")
             wait_until(lambda: assembler.counters()["written"] == 41)
             pid = running()
         wait_until(lambda: not psutil.pid_exists(pid))

@@ -15,7 +15,7 @@ from redis.connection import Connection
 
 from osd.admin import NotFoundError
 from osd.admin.audit import Actor
-from osd.admin.forgetting import forget
+from osd.admin.purging import purge_request
 from osd.capture.purge import Member, Purges
 from osd.capture.server import RedisServer
 from osd.config import Settings
@@ -157,7 +157,7 @@ def test_purge_empties_all_tables_and_the_stream(redis_url, redis_client, proces
     wait_until(lambda: second.knows([5]) == [TOKENS[0]])
     first.learn(1, [300, 301])
     wait_until(lambda: len(members(redis_url)) == 2)
-    removed = forget(Settings(home=tmp_path), redis_url, Actor.local(), "chatcmpl-1")
+    removed = purge_request(Settings(home=tmp_path), redis_url, Actor.local(), "chatcmpl-1")
     assert (removed.entries > 0, removed.absent) == (True, [])
     assert first.memory.used() == second.memory.used() == 0
     assert not redis_client.exists(STREAM)
@@ -194,7 +194,7 @@ def test_tokens_from_before_a_purge_are_not_learned_by_a_later_process(redis_url
     first.sharing.share(1, [5], TOKENS)
     first.sharing.close()
     with pytest.raises(NotFoundError):  # the requests of the tokens are not known
-        forget(Settings(home=tmp_path), redis_url, Actor.local(), "chatcmpl-1")
+        purge_request(Settings(home=tmp_path), redis_url, Actor.local(), "chatcmpl-1")
     assert not redis_client.exists(STREAM)
     redis_client.xadd(STREAM, {b"writer": b"x", b"said": b"\1\0\0\0\1\0\0\0\6\0\0\0\7\0\0\0"})
     redis_client.zadd("osd:purges", {"chatcmpl-1": time.time() - 2 * 86_400})

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.vllm.server import VllmServer
 from osd.admin.audit import Actor
-from osd.admin.forgetting import forget
+from osd.admin.purging import purge_request
 from osd.capture.server import RedisServer
 from osd.capture.trace import NOT_DRAFTED, Trace
 from osd.config import Settings
@@ -194,6 +194,6 @@ def test_purge_of_a_response_removes_all_of_its_traces(captured, tmp_path: Path)
     settings: Any = Settings(home=tmp_path, redis_url=captured.redis_url)
     several = next(name for name, answer in captured.traffic.answers.items() if answer.body.get("n") == 2)
     for response, choices in ((captured.chat, 2), (several.rpartition("-")[0], 4)):
-        result = forget(settings, captured.redis_url, Actor("test", ""), response)
+        result = purge_request(settings, captured.redis_url, Actor("test", ""), response)
         assert result.streamed == choices
         assert not [trace for trace in stored(captured.redis_url) if trace.request_id.startswith(response)]

@@ -45,7 +45,7 @@ class PurgeResult:
     absent: list[str]
 
 
-def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str) -> PurgeResult:
+def purge_request(settings: Settings, redis_url: str | None, actor: Actor, request: str) -> PurgeResult:
     """Remove a request everywhere, and wait up to a minute for trainers and replicas.
 
     Args:
@@ -60,10 +60,10 @@ def forget(settings: Settings, redis_url: str | None, actor: Actor, request: str
             The caller may repeat the purge.
     """
     with AuditLog(settings.home_dir).action(actor, "purge", request=request):
-        return _forget(settings, redis_url, request)
+        return _purge(settings, redis_url, request)
 
 
-def _forget(settings: Settings, redis_url: str | None, request: str) -> PurgeResult:
+def _purge(settings: Settings, redis_url: str | None, request: str) -> PurgeResult:
     streamed, answers, silent, absent = 0, {}, set(), set()
     if redis_url is not None:
         try:
