@@ -38,7 +38,7 @@ bench: install ## Measure the engine and the service in a few minutes; benchmark
 	$(BIN)/osd bench serve --rate 0.5 --duration 30
 
 # Tests that are not unit tests mostly wait for processes: two at a time fill the cores.
-test: develop browser prometheus ## Run all tests; ARGS="tests/unit -k config"
+test: develop browser prometheus ## Run the tests; ARGS="tests/unit -k config"
 	$(BIN)/python -m pytest $(or $(ARGS),tests/unit -n auto)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/e2e tests/integration tests/faults -n 2 --dist loadfile)
 

@@ -10,11 +10,9 @@ from typing import Self
 import filelock
 from redis.exceptions import RedisError
 
-from deploy.former_home import move_former_home
 from osd import files
 from osd.capture.server import RedisSetupError, RedisSupervisor, open_redis, public_url
 from osd.config import ConfigError, Settings
-from osd.config.sources import default_home
 from osd.running import lock
 from osd.sealed import discard_secrets
 from osd.target.files import TargetError
@@ -85,7 +83,7 @@ class Assembly(ABC):
         """Start the parts."""
 
     def _open(self) -> None:
-        """Lock the home directory, fill it from an earlier version's, and connect to Redis or start it."""
+        """Lock the home directory, and connect to Redis or start it."""
         home = self.settings.home_dir
         try:
             files.make_directory(home)
@@ -95,8 +93,6 @@ class Assembly(ABC):
         except OSError as error:
             reason = f"home {home} cannot be written: {error.strerror}"
             raise StartError(f"{reason}; set home to a folder of this user") from error
-        if home == default_home():
-            move_former_home(home)
         self._ends.callback(discard_secrets, self.settings)
         self._report("starting Redis")
         handle = open_redis(self.settings)

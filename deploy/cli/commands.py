@@ -98,10 +98,8 @@ def up(
             if settings.engine.kind == "osd":
                 from osd.target.context import describe_context
 
-                console.print(f"Context     {describe_context(settings, service.directory)}", soft_wrap=True)
-            console.print(f"Learning    {learned_traffic(settings)}", soft_wrap=True)
-            if shared := shared_learning(settings):
-                console.print(f"Sharing     {shared}", soft_wrap=True)
+                _say(console, "Context", describe_context(settings, service.directory))
+            _say_learning(console, settings)
             console.print("Ctrl-C stops everything.")
             _tell(console, f"started: {service.about()}")
             with _warm_start(service) as news:
@@ -128,7 +126,8 @@ def learn(
         try:
             source = "a vLLM with OSD_VLLM_CAPTURE=1" if capture else "osd tap"
             console.print(f"Dashboard   {learning.dashboard}")
-            console.print(f"The trainer learns from traffic that {source} captures. Ctrl-C stops it.")
+            _say(console, "Learning", f"from the traffic that {source} captures")
+            console.print("Ctrl-C stops the trainer.")
             _follow(learning, console, _training(learning))
         finally:
             learning.stop()
@@ -216,6 +215,7 @@ def doctor(
 
 def deploy(
     file: Annotated[Path, typer.Argument(help="deployment file, such as deploy/serve.yaml", metavar="FILE")],
+    as_json: AsJson = False,
 ) -> None:
     """Deploy the service to the Ray cluster of this node, or change the running service.
 
@@ -224,6 +224,7 @@ def deploy(
     """
     from rich.console import Console
 
+    from deploy.cluster import checked_settings
     from deploy.deployment import ClusterError, Head, read_deployment, read_token
     from osd.config import ConfigError
 
@@ -241,7 +242,11 @@ def deploy(
             running = _await_deployment(head, deployment.config["applications"][0].get("name", "default"))
     except (ConfigError, ClusterError) as error:
         fail(error)
+    if as_json:
+        typer.echo(json.dumps({"replicas": running}))
+        return
     typer.echo(f"{running} replica{'s' * (running != 1)} run")
+    _say_learning(Console(highlight=False), checked_settings(deployment.args))
 
 
 def warm_up(
@@ -250,6 +255,7 @@ def warm_up(
         typer.Option(help="JSON lines of prompts, or unittest, stdlib or pydoc; else all of these.", metavar="FILE"),
     ] = None,
     minutes: Annotated[float, typer.Option(min=1.0, help="For everything.")] = 8.0,
+    as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -275,6 +281,9 @@ def warm_up(
         Console(stderr=True, highlight=False).status("starting ...") as status,
     ):
         warmed = run(settings, load_prompts(prompts), minutes, lambda step: status.update(f"{step} ..."))
+    if as_json:
+        typer.echo(json.dumps(asdict(warmed)))
+        return
     drafter = f"the drafter's version {1 + warmed.versions}" if warmed.drafter else "no drafter better than the first"
     recalled = " and recall's table" if warmed.recalled else ""
     typer.echo(f"{warmed.requests} answers of {warmed.tokens} tokens; kept {drafter}{recalled}")
@@ -285,6 +294,7 @@ def install_vllm(
     device: Annotated[
         Literal["auto", "cuda", "cpu"], typer.Option(help="Device of vLLM's build; auto looks for a GPU from NVIDIA.")
     ] = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Make an environment with vLLM for replicas with engine.kind=vllm.
 
@@ -299,6 +309,9 @@ def install_vllm(
         python = install(directory, has_gpu, lambda step: typer.echo(step, err=True))
     except (InstallError, PythonError) as error:
         fail(error)
+    if as_json:
+        typer.echo(json.dumps({"python": str(python)}))
+        return
     typer.echo(f"osd up --set engine.kind=vllm --set engine.vllm.python={shlex.quote(str(python))}")
 
 
@@ -387,9 +400,9 @@ def _await_deployment(head: Head, name: str) -> int:
         if status == "RUNNING":
             return running
         if status == "DEPLOY_FAILED":
-            fail(error_line(message) or " ".join(message.split())[:300])
+            fail(error_line(message) or " ".join(message.split())[:300], FAILURE)
         if time.monotonic() > deadline:
-            fail(f"the replicas do not run after {_DEPLOY_SECONDS:.0f} seconds: {status}; {message[:300]}")
+            fail(f"the replicas do not run after {_DEPLOY_SECONDS:.0f} seconds: {status}; {message[:300]}", FAILURE)
         time.sleep(1)
 
 
@@ -445,6 +458,19 @@ def _follow(running: Embedded | Learning, console: Console, news: Callable[[], I
                     _tell(console, line, event["time"])
                 seen = recent
             time.sleep(1)
+
+
+def _say(console: Console, name: str, text: str) -> None:
+    """Log and print a line about the service."""
+    logger.info("%s: %s", name, text)
+    console.print(f"{name:<12}{text}", soft_wrap=True)
+
+
+def _say_learning(console: Console, settings: Settings) -> None:
+    """Log and print which requests a service learns from, and what clients share."""
+    _say(console, "Learning", learned_traffic(settings))
+    if shared := shared_learning(settings):
+        _say(console, "Sharing", shared)
 
 
 def _tell(console: Console, line: str, at: float | None = None) -> None:

@@ -101,7 +101,7 @@ def chat(
                     answer += piece
                     console.print(piece, end="", markup=False)
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                fail(f"{address}: {error}")
+                fail(f"{address}: {error}", FAILURE)
             console.print()
             messages.append({"role": "assistant", "content": answer})
 
@@ -117,14 +117,14 @@ def _stream(http: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            fail(f"the service answered {response.status_code}: {_reason(response.text)}")
+            fail(f"the service answered {response.status_code}: {_reason(response.text)}", FAILURE)
         for line in response.iter_lines():
             data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
             if not data or data == "[DONE]":
                 continue
             event = json.loads(data)
             if "error" in event:
-                fail(event["error"]["message"])
+                fail(event["error"]["message"], FAILURE)
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -13,6 +13,10 @@ from osd.cli.exit_codes import FAILURE, USAGE
 from osd.cli.signals import end_at_once
 from osd.config import ConfigError, Settings, load_settings
 from osd.config.secrets import holds_password
+from osd.config.sources import default_home
+
+if TYPE_CHECKING:
+    from osd.admin import AdminError
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", metavar="FILE")]
 Overrides = Annotated[
@@ -40,10 +44,17 @@ class CommandError(Exception):
     """Error of a command that cannot run; the message is one line with the reason."""
 
 
-def fail(reason: object) -> NoReturn:
-    """Print a line on standard error and exit with the code of a command that cannot run."""
+def fail(reason: object, code: int = USAGE) -> NoReturn:
+    """Print a line on standard error and exit, by default with the code of a command that cannot run."""
     typer.echo(f"osd: {' '.join(str(reason).split())}", err=True)
-    raise typer.Exit(USAGE)
+    raise typer.Exit(code)
+
+
+def fail_action(error: AdminError) -> NoReturn:
+    """Print the error of an operator's action and exit with its code."""
+    from osd.admin import UnavailableError
+
+    fail(error, FAILURE if isinstance(error, UnavailableError) else USAGE)
 
 
 def broken(reason: object) -> NoReturn:
@@ -61,7 +72,7 @@ def settings_of(
     options: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     domain: str | None = None,
 ) -> Settings:
-    """Read the settings, or exit with a line that describes the error.
+    """Read the settings, or exit with a line that describes the error; fill a new home from that of version 0.1.0.
 
     Args:
         config: file of ``--config``.
@@ -74,9 +85,14 @@ def settings_of(
     for override in overrides or ():
         _check_public(*override.partition("=")[::2])
     try:
-        return load_settings(config, overrides or (), options=options)
+        settings = load_settings(config, overrides or (), options=options)
+        if settings.home_dir == default_home():
+            from osd.former_home import move_former_home
+
+            move_former_home(settings.home_dir)
     except ConfigError as error:
         fail(error)
+    return settings
 
 
 def _check_public(key: str, value: str) -> None:

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, Domain, OnlyDomain, Overrides, fail, redis_url, settings_of
+from osd.cli.common import (
+    AsJson,
+    ConfigFile,
+    Domain,
+    OnlyDomain,
+    Overrides,
+    fail,
+    fail_action,
+    redis_url,
+    settings_of,
+)
 from osd.cli.offered import Group
 from osd.cli.signals import stop_signals
 
@@ -52,7 +62,7 @@ def list_versions(
     try:
         domains = [item for item in listings(settings, redis_url(settings)) if domain in (None, item.domain)]
     except AdminError as error:
-        fail(error)
+        fail_action(error)
     console = Console(highlight=False)
     for listing in domains:
         if as_json:
@@ -126,6 +136,7 @@ def export_version(
     format: Annotated[FormatName, typer.Option(help="speculators (eagle), transformers (language_model) or medusa.")],
     out: Annotated[Path, typer.Option(help="New directory for the export.", metavar="DIR")],
     domain: Domain = None,
+    as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -141,6 +152,10 @@ def export_version(
         exported = export(settings, version, format.value, out)
     except EXPORT_ERRORS as error:
         fail(error)
+    if as_json:
+        record = {"domain": settings.domain, "version": version, "directory": str(out), **asdict(exported)}
+        typer.echo(json.dumps(record))
+        return
     typer.echo(f"version {version} of {settings.domain} is in {out}, for the target {exported.target}")
     if exported.speculative is None:
         typer.echo(f"osd: {exported.problem}", err=True)
@@ -192,6 +207,7 @@ def import_drafter(
         Path, typer.Argument(help="Directory with config.json and weights in safetensors.", metavar="DIR")
     ],
     domain: Domain = None,
+    as_json: AsJson = False,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -221,6 +237,9 @@ def import_drafter(
         retire(registry, settings.domain, settings.registry.keep, guard)
     except (VersionError, TargetError, drafting.DrafterError, formats.FormatError, AdminError, OSError) as error:
         fail(error)
+    if as_json:
+        typer.echo(json.dumps({"domain": settings.domain, "version": number}))
+        return
     typer.echo(
         f"{directory} is version {number} of {settings.domain}; put it in service: osd drafters rollback {number}"
         + ("" if domain is None else f" --domain {domain}")
@@ -242,7 +261,7 @@ def _rollouts(config: ConfigFile, overrides: Overrides, domain: str | None) -> G
     try:
         yield rollouts, Actor.local(), settings.domain
     except AdminError as error:
-        fail(error)
+        fail_action(error)
     finally:
         rollouts.close()
 

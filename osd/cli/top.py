@@ -11,6 +11,7 @@ import typer
 
 from osd.addresses import uses_proxies
 from osd.cli.common import AsJson, ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of
+from osd.cli.exit_codes import FAILURE
 from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _scrape(http: httpx2.Client, address: str) -> Scrape:
         answer.raise_for_status()
         return Scrape.of(answer.text, time.monotonic())
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-        fail(f"{address}/metrics: {error}")
+        fail(f"{address}/metrics: {error}", FAILURE)
 
 
 def _span(scrapes: deque[Scrape], now: Scrape) -> Span:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, OnlyDomain, Overrides, fail, redis_url, settings_of
+from osd.cli.common import AsJson, ConfigFile, OnlyDomain, Overrides, fail, fail_action, redis_url, settings_of
+from osd.cli.exit_codes import FAILURE
 
 app = typer.Typer(help="List captured traces, and delete a request.", no_args_is_help=True)
 
@@ -37,7 +38,7 @@ def list_(
                 if domain in (None, name)
             }
     except RedisError as error:
-        fail(f"Redis does not answer: {error}")
+        fail(f"Redis does not answer: {error}", FAILURE)
     table = Table("domain", "records", "MiB", "waiting", "oldest waiting", box=None)
     for name, state in states.items():
         lag, age = (None, None) if state.waiting is None else (state.waiting.records, state.waiting.age)
@@ -69,7 +70,7 @@ def purge(
     try:
         removed = purge_request(settings, redis_url(settings), Actor.local(), request)
     except AdminError as error:
-        fail(error)
+        fail_action(error)
     if as_json:
         typer.echo(json.dumps({"request": request, **asdict(removed)}))
         return

@@ -241,13 +241,13 @@ def test_purge_names_members_that_do_not_answer(silent_loop, monkeypatch):
     monkeypatch.setattr(purging, "ANSWER_SECONDS", 0.2)
     with Purges(silent_loop.url) as members:
         members.alive(Member("trainer", "elsewhere"))
-    assert "the replica r1 and the trainer elsewhere did not answer" in purge(silent_loop, "request-0", codes=(2,))
+    assert "the replica r1 and the trainer elsewhere did not answer" in purge(silent_loop, "request-0", codes=(1,))
 
 
 def test_purge_names_a_replica_that_hangs_during_it(silent_loop, monkeypatch):
     monkeypatch.setattr(purging, "ALIVE_SECONDS", 0.5)
     monkeypatch.setattr(purging, "ANSWER_SECONDS", 1.5)
-    assert "the replica r1 did not answer" in purge(silent_loop, "request-0", codes=(2,))
+    assert "the replica r1 did not answer" in purge(silent_loop, "request-0", codes=(1,))
 
 
 def test_purge_names_a_replica_that_vanished_before_it(silent_loop, monkeypatch):

@@ -58,7 +58,7 @@ def version() -> str:
 
 
 def build() -> str:
-    """Build the source archive, and the wheel from its content; return their names and sizes."""
+    """Build the source archive, and wheels with and without kernels from its content; return their names and sizes."""
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
     source = DIST / build_meta.build_sdist(str(DIST))
@@ -67,10 +67,22 @@ def build() -> str:
             archive.extractall(folder, filter="data")
         (unpacked,) = Path(folder).iterdir()
         command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--quiet"]
-        _run([*command, "--no-build-isolation", "--wheel-dir", str(DIST), str(unpacked)])
-    (wheel,) = DIST.glob("*.whl")
-    kernels = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    return f"{_size(source)}; {_size(wheel)} with {len(kernels)} kernel libraries"
+        command += ["--no-build-isolation", "--wheel-dir", str(DIST), str(unpacked)]
+        _run(command)
+        project = unpacked / "pyproject.toml"
+        project.write_text(without_kernels(project.read_text()))
+        shutil.rmtree(unpacked / "build", ignore_errors=True)
+        _run(command)
+    wheels: list[str] = []
+    for wheel in sorted(DIST.glob("*.whl")):
+        kernels = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+        wheels.append(f"{_size(wheel)} with {len(kernels)} kernel libraries")
+    return "; ".join([_size(source), *wheels])
+
+
+def without_kernels(project: str) -> str:
+    """Return the content of pyproject.toml without the extension modules, for a wheel of any platform."""
+    return re.sub(r"^\[\[tool\.setuptools\.ext-modules\]\]\n(?:[^\[\n].*\n)+", "", project, flags=re.MULTILINE)
 
 
 def bill() -> str:

@@ -17,7 +17,7 @@ from docs.reference import settings
 from docs.website import linked_files, site_path, with_site_links
 from osd.cli.app import app
 from osd.cli.offered import offered
-from osd.config import Settings
+from osd.config import Settings, load_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -123,6 +123,13 @@ def arguments_of_osd(command: str) -> list[str] | None:
     return words[1:] if Path(words[0]).name == "osd" else None
 
 
+def commands_of(page: Path) -> list[list[str]]:
+    """Return the arguments of each ``osd`` command in the code of a page."""
+    code = re.findall(r"^ {4,}(.*\bosd .+)$", re.sub(r"\\\n\s*", " ", page.read_text()), re.MULTILINE)
+    found = [arguments_of_osd(re.sub(r" +# .*", "", line)) for line in code]
+    return [arguments for arguments in found if arguments is not None]
+
+
 def parse(arguments: list[str]) -> None:
     """Parse arguments of ``osd`` without running the command; raises a usage error."""
     command = get_command(app)
@@ -136,12 +143,15 @@ def test_start_page_has_at_most_five_commands_per_path():
     assert {path: 1 <= len(commands(path)) <= 5 for path in PATHS} == dict.fromkeys(PATHS, True)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_commands_of_the_start_page_parse(path: str):
-    for command in commands(path):
-        arguments = arguments_of_osd(command)
-        if arguments is not None:
-            parse(arguments)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page_parse_and_their_settings_are_valid(page: Path):
+    for arguments in commands_of(page):
+        parse(arguments)
+        load_settings(None, [value for option, value in pairwise(arguments) if option == "--set"], environ={})
+
+
+def test_pages_have_many_commands():
+    assert sum(len(commands_of(page)) for page in PAGES) > 60
 
 
 def test_commands_of_the_readme_parse():

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import osd
-from tests.release.__main__ import VERSIONED, ReleaseError, version
+from tests.release.__main__ import VERSIONED, ReleaseError, version, without_kernels
 
 ROOT = Path(__file__).parents[2]
 CITATION = ROOT / "CITATION.cff"
@@ -31,6 +31,18 @@ def test_citation_agrees_with_the_project():
     citation, project = yaml.safe_load(CITATION.read_text()), tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert citation["license"] == project["project"]["license"]
     assert citation["abstract"] == project["project"]["description"]
+
+
+def test_addresses_of_the_project_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Homepage"] == yaml.safe_load(CITATION.read_text())["repository-code"]
+    assert all(url.startswith(project["urls"]["Homepage"]) for url in project["urls"].values())
+
+
+def test_pure_wheel_has_only_the_extension_modules_less():
+    project = tomllib.loads(text := (ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"].pop("ext-modules")
+    assert tomllib.loads(without_kernels(text)) == project
 
 
 def test_citation_is_valid():

@@ -156,7 +156,7 @@ def test_replay_counts_failures_and_exits_1(tmp_path):
 
 def test_chat_without_a_service_prints_one_line():
     result = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:1"], input="hello\n")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "http://127.0.0.1:1" in result.stderr
 
 

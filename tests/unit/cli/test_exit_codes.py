@@ -6,14 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from osd.cli.exit_codes import INTERRUPTED, MEANINGS, OK, USAGE
+from osd.cli.app import app
+from osd.cli.exit_codes import FAILURE, INTERRUPTED, MEANINGS, OK, USAGE
 from tests.command import run_cli
 
 ROOT = Path(__file__).parents[3]
 MOVES = ("drafters rollback", "drafters promote", "drafters pin", "drafters unpin")
 LISTS = ("drafters list", "traces list", "audit")
+RESULTS = ("drafters export", "drafters import", "drafters warm-up", "deploy", "vllm install")
 REPORTS = ("analyze drafts", "analyze tokenizer", "analyze scaling", "analyze refusals", "simulate")
+
+
+NOWHERE, REDIS = "http://127.0.0.1:1", "redis://127.0.0.1:1/0"
 
 
 def sources():
@@ -39,11 +45,27 @@ def test_commands_end_with_the_codes_of_the_table(arguments, code):
     assert run_cli(*arguments).exit_code == code
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"chat --url {NOWHERE}",
+        f"top --once --url {NOWHERE}",
+        f"traces list --set redis_url={REDIS}",
+        f"traces purge --request chatcmpl-1 --set redis_url={REDIS}",
+        f"drafters promote --set redis_url={REDIS}",
+    ],
+)
+def test_command_whose_process_does_not_answer_fails(command, tmp_path):
+    result = CliRunner().invoke(app, [*command.split(), "--set", f"home={tmp_path}"], input="Hello\n")
+    assert result.exit_code == FAILURE
+    assert result.stderr.startswith("osd: ")
+
+
 def test_interrupted_command_has_the_code_of_a_shell():
     assert INTERRUPTED == 128 + 2  # SIGINT
 
 
-@pytest.mark.parametrize("command", [*MOVES, *LISTS, *REPORTS, "traces purge", "doctor", "top"])
+@pytest.mark.parametrize("command", [*MOVES, *LISTS, *RESULTS, *REPORTS, "traces purge", "doctor", "top"])
 def test_command_with_a_result_prints_json_on_request(command):
     shown = " ".join(run_cli(*command.split(), "--help").stdout.split())
     assert "--json Print JSON on standard output" in shown

@@ -137,10 +137,10 @@ def test_top_watches_osd_learn_in_the_same_home(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "status", "message"), [("nothing of the kind{", 200, "/metrics"), ("", 401, "401")])
-def test_top_without_a_service_prints_one_line_and_exits_2(text: str, status: int, message: str):
+def test_top_without_a_service_prints_one_line_and_exits_1(text: str, status: int, message: str):
     with served(text, status=status) as url:
         shown = CliRunner().invoke(app, ["top", "--once", "--url", url])
-    assert shown.exit_code == 2
+    assert shown.exit_code == 1
     assert shown.stdout == ""
     assert message in shown.stderr
     assert shown.stderr.count("\n") == 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from deploy.assembly import Assembly
-from deploy.former_home import LASTING, move_former_home
-from osd.config import ConfigError, load_settings
+from osd.config import ConfigError
+from osd.former_home import LASTING, move_former_home
 from osd.running import lock
+from tests.command import run_cli
 
 
 @pytest.fixture
@@ -128,24 +127,26 @@ def test_other_file_system_is_refused_and_nothing_is_lost(homes, monkeypatch):
     assert sorted(tree(home)) == ["audit.jsonl", "registry/general/1/file", "trainer/file"]
 
 
-class Started(Assembly):
-    """Assembly of the parts that every assembly has."""
-
-    def _start(self) -> None:
-        self._open()
+def test_home_of_a_running_service_is_left_as_it_is(homes):
+    former, home = homes
+    before = tree(former)
+    with lock(home):
+        move_former_home(home, former)
+    assert (tree(former), tree(home)) == (before, {})
 
 
 @pytest.mark.parametrize("is_default", [True, False])
-def test_start_moves_data_only_to_the_default_home(tmp_path, monkeypatch, caplog, is_default):
+@pytest.mark.parametrize("command", ["drafters list", "audit"])
+def test_command_moves_data_only_to_the_default_home(tmp_path, monkeypatch, caplog, command, is_default):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    redis = SimpleNamespace(server=None, close=lambda: None, url="redis://127.0.0.1:1/0")
-    monkeypatch.setattr("deploy.assembly.open_redis", lambda settings: redis)
+    monkeypatch.delenv("OSD_HOME", raising=False)
     registry = tmp_path / ".cache" / "osd" / "registry"
     registry.mkdir(parents=True)
     (registry / "file").write_text("")
-    with Started(load_settings(None, [] if is_default else [f"home={tmp_path / 'own'}"])) as started:
-        assert (started.settings.registry_dir / "file").exists() == is_default
+    result = run_cli(*command.split(), *([] if is_default else ["--set", f"home={tmp_path / 'own'}"]))
+    assert result.exit_code == 0
+    assert (tmp_path / ".local" / "share" / "osd" / "registry" / "file").exists() == is_default
     assert registry.exists() != is_default
     assert [message for message in caplog.messages if message.startswith("moved registry")] == [
         f"moved registry from {tmp_path}/.cache/osd to {tmp_path}/.local/share/osd"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import filelock
@@ -24,18 +25,30 @@ _MARK = ".moving"  # in the new home, from the first rename to the last
 
 
 def move_former_home(home: Path, former: Path = DEFAULT_CACHE) -> None:
-    """Move the data of ``former`` to ``home``, and log one line; do nothing if there is none.
+    """Move the data of ``former`` to ``home``, and log one line.
 
+    Nothing happens if there is no such data, or if osd runs in ``home``.
     Only renames move data, so each file and folder is in one of the two places at any time. The next call continues a
-    move that a crash interrupted. If ``home`` has data of its own, nothing is moved. The caller holds the lock of
-    ``home``.
+    move that a crash interrupted. If ``home`` has data of its own, nothing is moved.
 
     Raises:
         ConfigError: a service runs in ``former``, or a rename fails, for example because ``home`` is on another file
             system.
     """
-    former, mark = former.expanduser().absolute(), home / _MARK
-    names = [] if former == home else _data_in(former)
+    former = former.expanduser().absolute()
+    if former == home or not (_data_in(former) or (home / _MARK).exists()):
+        return
+    try:
+        files.make_directory(home)
+        with suppress(filelock.Timeout), lock(home):
+            _move(home, former)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"the data in {former} cannot be moved to {home} ({reason}): set home") from error
+
+
+def _move(home: Path, former: Path) -> None:
+    names, mark = _data_in(former), home / _MARK
     if not names:
         mark.unlink(missing_ok=True)
         return
