@@ -93,7 +93,8 @@ def drafters(
         "decoded": {kind: [asdict(result) for result in results] for kind, results in decoded.items()},
     }
     plots = [learnt_plot(stream.stem, learnt)]
-    conclude(tables, figures, json_file, plots=plots, plot=plot, notes=NOTES, markdown=markdown)
+    caption = [Machine.here().caption(settings.target.source)]
+    conclude(tables, figures, json_file, plots=plots, plot=plot, caption=caption, notes=NOTES, markdown=markdown)
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,12 @@ def net(
         "turns": [{name: run.figures() for name, run in turn.items()} for turn in measured.turns],
     }
     notes = [capacity_note(measured), f"decoding costs for costs.file of osd simulate: {results.root}"]
+    caption = [
+        Machine.here().caption(settings.target.source),
+        f"{requests} requests in each of {turns} turns, temperature {temperature:g}, {load:.0%} of the plain capacity.",
+    ]
     tables, plots = net_tables(measured), net_plots(measured)
-    conclude(tables, figures, json_file, plots=plots, plot=plot, notes=notes, markdown=markdown)
+    conclude(tables, figures, json_file, plots=plots, plot=plot, caption=caption, notes=notes, markdown=markdown)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from osd.metrics import acceptance_rate
 from osd.simulation.bill import AccountPoint, payback
 
 Figure = Callable[[ServicePass], float | None]
+Turn = Mapping[str, ServicePass]
+PartFigure = Callable[[Turn, str, float, float], float]
 
 _COMPARED = (
     *((way, PLAIN) for way in WAYS if way != PLAIN),
@@ -103,16 +105,18 @@ def accounts(trained: ServicePass, untrained: ServicePass) -> list[AccountPoint]
     during training. The cost is the trainer's CPU time.
     """
     return [
-        AccountPoint(point.seconds, point.training, trained.cores * (_until(untrained, point.requests)[1] - point.busy))
+        AccountPoint(
+            point.seconds, point.training, trained.cores * (_until(untrained, "busy", point.requests) - point.busy)
+        )
         for point in trained.curve
     ]
 
 
-def _until(run: ServicePass, requests: float) -> tuple[float, float]:
-    """Return the tokens and engine seconds until ``requests`` requests were answered."""
-    answered = [point.requests for point in run.curve]
-    tokens, busy = [point.tokens for point in run.curve], [point.busy for point in run.curve]
-    return float(np.interp(requests, answered, tokens)), float(np.interp(requests, answered, busy))
+def _until(run: ServicePass, name: str, requests: float) -> float:
+    """Return a total of ``run``, such as its tokens, until ``requests`` requests were answered."""
+    return float(
+        np.interp(requests, [point.requests for point in run.curve], [getattr(point, name) for point in run.curve])
+    )
 
 
 def capacity_note(results: NetResults) -> str:
@@ -127,18 +131,15 @@ def capacity_note(results: NetResults) -> str:
 
 
 def net_plots(results: NetResults) -> list[Plot]:
-    """Plot the first turn: acceptance, speed, and cost and saving of training.
+    """Plot acceptance and speed as medians over the turns with their range, and cost and saving in the first turn.
 
     If plain decoding was measured, the plot shows the speed-up over it for the same requests. Savings below 0 are drawn
     as 0.
     """
+    drafting = [way for way in results.ways if way != PLAIN]
+    title = "acceptance rate: accepted / drafted"
+    plots = [_plot(title, results, drafting, _acceptance), _speed_plot(results)]
     turn = results.turns[0]
-    acceptance: dict[str, list[tuple[float, float]]] = {way: [] for way in results.ways if way != PLAIN}
-    for way, line in acceptance.items():
-        for before, after in itertools.pairwise(turn[way].curve):
-            rate = acceptance_rate(after.accepted - before.accepted, after.drafted - before.drafted)
-            line.append((after.requests, rate))
-    plots = [Plot("acceptance rate: accepted / drafted", acceptance, unit="requests"), _speed_plot(turn)]
     for way, base in _measured_pairs(_LEARNING, results):
         account = accounts(turn[way], turn[base])
         most = max(1.0, *(max(point.cost, point.saved) for point in account))
@@ -150,22 +151,44 @@ def net_plots(results: NetResults) -> list[Plot]:
     return plots
 
 
-def _speed_plot(turn: Mapping[str, ServicePass]) -> Plot:
-    plain = turn.get(PLAIN)
-    lines: dict[str, list[tuple[float, float]]] = {way: [] for way in turn}
-    for way, run in turn.items():
-        for first, last in itertools.pairwise(point.requests for point in run.curve):
-            base = 1.0 if plain is None else _speed(plain, first, last)
-            lines[way].append((last, _speed(run, first, last) / base))
-    title = "tokens per busy second" + ("" if plain is None else ", divided by those of plain decoding")
+def _speed_plot(results: NetResults) -> Plot:
+    if PLAIN not in results.ways:
+        return _plot("tokens per busy second", results, results.ways, _speed)
+
+    def speedup(turn: Turn, way: str, first: float, last: float) -> float:
+        return _speed(turn, way, first, last) / _speed(turn, PLAIN, first, last)
+
+    return _plot("tokens per busy second, divided by those of plain decoding", results, results.ways, speedup)
+
+
+def _plot(title: str, results: NetResults, ways: Sequence[str], figure: PartFigure) -> Plot:
+    """Plot a figure of each part of the requests, as the curve of the first turn divides them."""
+    lines: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    bands: dict[str, list[tuple[float, float, float]]] = {}
+    for way, line in lines.items():
+        for first, last in itertools.pairwise(point.requests for point in results.turns[0][way].curve):
+            values = [figure(turn, way, first, last) for turn in results.turns]
+            line.append((last, statistics.median(values)))
+            if len(values) > 1:
+                bands.setdefault(way, []).append((last, min(values), max(values)))
     most = max(value for line in lines.values() for _, value in line)
-    return Plot(title, lines, unit="requests", top=math.ceil(2 * most) / 2)
+    return Plot(title, lines, unit="requests", bands=bands, top=max(0.5, math.ceil(2 * most) / 2))
 
 
-def _speed(run: ServicePass, first: float, last: float) -> float:
+def _speed(turn: Turn, way: str, first: float, last: float) -> float:
     """Return the tokens per busy second between two numbers of answered requests."""
-    (tokens, busy), (all_tokens, all_busy) = _until(run, first), _until(run, last)
-    return (all_tokens - tokens) / (all_busy - busy)
+    return _between(turn[way], "tokens", first, last) / _between(turn[way], "busy", first, last)
+
+
+def _acceptance(turn: Turn, way: str, first: float, last: float) -> float:
+    """Return the acceptance rate between two numbers of answered requests."""
+    accepted, drafted = (_between(turn[way], name, first, last) for name in ("accepted", "drafted"))
+    return acceptance_rate(accepted, drafted)
+
+
+def _between(run: ServicePass, name: str, first: float, last: float) -> float:
+    """Return the growth of a total between two numbers of answered requests."""
+    return _until(run, name, last) - _until(run, name, first)
 
 
 def _measured_pairs(pairs: Sequence[tuple[str, str]], results: NetResults) -> list[tuple[str, str]]:

@@ -228,7 +228,7 @@ def draw(path: Path, demo: DemoRun, held_out: HeldOutResult, machine: Machine) -
 def _caption(demo: DemoRun, machine: Machine) -> list[str]:
     """Return the caption of the plot, in lines."""
     return [
-        f"{demo.target}; {machine.cores} cores of {machine.cpu}; {time.strftime('%Y-%m-%d')}.",
+        machine.caption(demo.target),
         "Acceptance rate: over the last 10 seconds. Vertical lines: a new version of the drafter is swapped in.",
         "Speed-up: measured while serving, at the same load; the area is its 95 % interval, where it is known.",
     ]

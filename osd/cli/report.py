@@ -196,6 +196,7 @@ def conclude(
     *,
     plots: Sequence[Plot | Bars] = (),
     plot: Path | None = None,
+    caption: Sequence[str] = (),
     notes: Sequence[str] = (),
     markdown: Path | None = None,
     stderr: bool = False,
@@ -211,6 +212,6 @@ def conclude(
         typer.echo(note, err=stderr)
     write(json_file, figures)
     if plot is not None:
-        write_plot(plot, plots)
+        write_plot(plot, plots, caption)
     if markdown is not None:
         markdown.write_text("\n".join([*(table.markdown() for table in tables), *notes, ""]), encoding="utf-8")

@@ -63,6 +63,15 @@ def test_plotted_speed_is_relative_to_plain_decoding():
     assert speed.top == 2.0
 
 
+def test_plots_show_medians_and_ranges_of_the_turns():
+    turns = [passes_of_ways(trained={"busy": busy, "accepted": 2 * busy}) for busy in (25.0, 50.0, 40.0)]
+    acceptance, speed, *_ = net_plots(NetResults(BurstCapacity(8, 1, 1), 1, turns))
+    assert speed.lines[TRAINED] == [(40, 1.25)]
+    assert speed.bands[TRAINED] == [(40, 1.0, 2.0)]
+    assert acceptance.lines[TRAINED] == [(40, 0.4)]
+    assert acceptance.bands[TRAINED] == [(40, 0.25, 0.5)]
+
+
 def test_plots_show_acceptance_speed_cost_and_saving(tmp_path):
     rows = passes_of_ways(trained={"busy": 25.0, "accepted": 150.0})
     acceptance, speed, alone, _ = net_plots(NetResults(BurstCapacity(8, 1, 1), 1, [rows]))
