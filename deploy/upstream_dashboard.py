@@ -16,7 +16,7 @@ from osd.target.model import load_config
 from serving.dashboard.upstream_service import UpstreamService, create_dashboard
 from serving.metrics.report import TracedDrafts
 from serving.replica.replica import model_id
-from serving.service import ServedModel
+from serving.served_model import ServedModel
 
 _DRAIN_SECONDS, _END_SECONDS = 1, 5.0
 

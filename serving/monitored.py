@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from osd.config import Settings
 from osd.registry.events import Events
@@ -17,43 +17,14 @@ from serving.dashboard import data
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, ServiceTotals
-from serving.service import ServedModel
+from serving.served_model import ServedModel
 
-
-class SharedMetrics(Protocol):
-    """Metrics of all replicas; methods return None if the metrics actor cannot be reached."""
-
-    def push(self, report: Report) -> float | None:
-        """Deliver a report within two seconds; return the seconds until the next report.
-
-        It is None if the report was not delivered in this time; the caller then chooses the pause.
-        """
-        ...
-
-    async def totals(self) -> ServiceTotals | None:
-        """Return the counters of all replicas."""
-        ...
-
-    async def bins(self, seconds: int, since: int | None) -> Bins | None:
-        """Return the history of all replicas over the last ``seconds``, without the bins up to ``since``."""
-        ...
-
-
-class NoSharedMetrics:
-    """``SharedMetrics`` of a process without a metrics actor."""
-
-    def push(self, report: Report) -> None:
-        """Do nothing."""
-
-    async def totals(self) -> None:
-        """Return None."""
-
-    async def bins(self, seconds: int, since: int | None) -> None:
-        """Return None."""
+if TYPE_CHECKING:
+    from serving.metrics.ray_metrics import RayMetrics  # imports Ray
 
 
 class Monitored:
-    """Implementation of ``serving.service.MonitoredService``; subclasses set ``model``.
+    """Metrics, dashboard and access of a process; subclasses set ``model``.
 
     Attributes:
         answers: whether the server of the dashboard also answers requests.
@@ -65,7 +36,8 @@ class Monitored:
     model: ServedModel
     answers = True
 
-    def __init__(self, settings: Settings, redis_url: str, shared: SharedMetrics) -> None:
+    def __init__(self, settings: Settings, redis_url: str, shared: RayMetrics | None) -> None:
+        """Open the connections; ``shared`` are the metrics of all replicas, None without a metrics actor."""
         self.settings, self.redis_url = settings, redis_url
         self._shared, self._local, self._lock = shared, ReplicaMetrics(), threading.Lock()
         self._registry, self._events = Registry(storage_of(settings)), Events(redis_url)
@@ -74,25 +46,36 @@ class Monitored:
 
     async def totals(self) -> ServiceTotals:
         """Return the counters of all replicas, or those of this process if the metrics actor cannot be reached."""
-        totals = await self._shared.totals()
+        totals = None if self._shared is None else await self._shared.totals()
         if totals is None:
             with self._lock:
                 totals = self._local.totals(time.time())
         return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
 
     async def dashboard_state(self) -> dict[str, Any]:
-        """Return the current state; see ``MonitoredService``."""
+        """Return the current state for the dashboard, as JSON."""
         totals, feeds = await self.totals(), await asyncio.to_thread(self._feeds.read)
         return data.compose(self.settings, self.model, totals, feeds, self.answers)
 
     async def dashboard_versions(self, domain: str) -> dict[str, Any]:
-        """Return the versions of a domain; see ``MonitoredService``."""
+        """Return the versions of a domain for the dashboard, as JSON.
+
+        Raises:
+            ValueError: the domain does not exist.
+            redis.exceptions.RedisError: Redis does not answer.
+            OSError: the registry cannot be read.
+        """
         totals = await self.totals()
         return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """Return the history of all replicas, or that of this process if the metrics actor cannot be reached."""
-        bins = await self._shared.bins(seconds, since)
+        """Return the history of all replicas, or that of this process if the metrics actor cannot be reached.
+
+        Args:
+            seconds: length of the window that ends now.
+            since: start of the last bin that the caller has; only later bins are returned. None returns all.
+        """
+        bins = None if self._shared is None else await self._shared.bins(seconds, since)
         if bins is None:
             with self._lock:
                 bins = self._local.bins(time.time(), seconds, since)
@@ -107,7 +90,8 @@ class Monitored:
         """Deliver a report of this replica, and return the seconds until the next one."""
         with self._lock:
             pause = self._local.push(report)
-        return self._shared.push(report) or pause
+        shared_pause = None if self._shared is None else self._shared.push(report)
+        return shared_pause or pause
 
     def _report_keys_refused(self, reason: str) -> None:
         self._events.try_add("keys_refused", self.settings.domain, reason=reason)

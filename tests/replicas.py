@@ -29,19 +29,6 @@ def recall_settings(target, home, slots=2, **more):
     )
 
 
-class NoMetrics:
-    """Metrics without other replicas."""
-
-    def push(self, report):
-        pass
-
-    async def totals(self):
-        return None
-
-    async def bins(self, seconds, since):
-        return None
-
-
 class Replicas:
     """Starter of replicas; at the end of the context it stops them and restores the settings of the process."""
 
@@ -56,7 +43,7 @@ class Replicas:
         self.end_all()
 
     def start(self, name, **changed):
-        replica = Replica(self._settings.model_copy(update=changed), self._url, name, NoMetrics())
+        replica = Replica(self._settings.model_copy(update=changed), self._url, name, None)
         self._running[name] = replica
         return replica
 

@@ -22,9 +22,9 @@ from serving.dashboard.data import rollout_json, version_json
 from serving.http.body import Body
 from serving.http.errors import ApiError
 from serving.http.limits import Arrivals
+from serving.monitored import Monitored
 from serving.reference.document import described
 from serving.reference.shapes import DrafterDomains, Purged
-from serving.service import MonitoredService
 
 _STATUS: dict[type[AdminError], tuple[int, str]] = {NotFoundError: (404, "not_found"), ConflictError: (409, "conflict")}
 
@@ -53,7 +53,7 @@ class OfRequest(Body):
 class AdminRoutes:
     """Handlers of the administration; the audit log records each action with the key and the client's address."""
 
-    def __init__(self, service: MonitoredService) -> None:
+    def __init__(self, service: Monitored) -> None:
         self.service = service
         serving = service.settings.serving
         self._arrivals = Arrivals(serving, _MOST_ARRIVING, serving.max_body_bytes)

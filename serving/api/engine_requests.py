@@ -30,7 +30,7 @@ from serving.api.tokenizer_routes import Tokenizing
 from serving.api.tool_calls import NoToolsError, ToolFormat, tool_format
 from serving.http.errors import invalid
 from serving.http.limits import Admission
-from serving.service import Service
+from serving.replica.replica import Replica
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for /v1/completions."""
@@ -104,7 +104,7 @@ class Prepared:
 class EngineRequests:
     """Converter of bodies to requests of the engine; ``admission`` is the queue of the replica."""
 
-    def __init__(self, service: Service, models: ModelRoutes, tokenizing: Tokenizing) -> None:
+    def __init__(self, service: Replica, models: ModelRoutes, tokenizing: Tokenizing) -> None:
         self._service, self._limits, self._models = service, service.settings.serving, models
         self._tokenizing = tokenizing
         self._compiling = ThreadPoolExecutor(1, "grammar")  # compiling may take as long as a long text

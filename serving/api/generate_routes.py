@@ -23,14 +23,14 @@ from serving.http.limits import AnyBody, Arrivals
 from serving.http.sse import EventStream
 from serving.reference.document import described
 from serving.reference.shapes import ChatChunk, ChatCompletion, CompletionChunk, TextCompletion
-from serving.service import Service
+from serving.replica.replica import Replica
 from serving.telemetry.observed import observed_of
 
 
 class GenerateRoutes:
     """Handlers of chat and text completions."""
 
-    def __init__(self, service: Service, requests: EngineRequests, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
+    def __init__(self, service: Replica, requests: EngineRequests, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
         self._service, self._requests, self._arrivals = service, requests, arrivals
         self._tokenizing = tokenizing
         self.router = APIRouter()

@@ -12,7 +12,7 @@ from starlette.types import Receive
 from osd.engine.request import Request, Update
 from serving.http.errors import ApiError, Disconnected, invalid, stopping
 from serving.http.limits import Admission
-from serving.service import Service
+from serving.replica.replica import Replica
 from serving.telemetry.observed import ObservedRequest
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Generation:
 
     def __init__(
         self,
-        service: Service,
+        service: Replica,
         admission: Admission,
         requests: Sequence[Request],
         seconds: float | None,

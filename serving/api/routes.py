@@ -15,11 +15,11 @@ from serving.api.server_routes import ModelRoutes, ServerRoutes
 from serving.api.tokenizer_routes import TokenizerRoutes, Tokenizing
 from serving.http import errors
 from serving.http.limits import ARRIVING_BYTES, Arrivals
-from serving.service import Service
+from serving.replica.replica import Replica
 from serving.telemetry.observed import Observer, Observing, log_request
 
 
-def create_app(service: Service, observers: Iterable[Observer] = ()) -> FastAPI:
+def create_app(service: Replica, observers: Iterable[Observer] = ()) -> FastAPI:
     """Return the HTTP application of a replica; each observer is called with every finished request."""
     app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)

@@ -13,15 +13,17 @@ from osd.config import tenant_of
 from serving.access.keys import caller_of
 from serving.http.errors import ApiError
 from serving.metrics import exposition
+from serving.monitored import Monitored
 from serving.reference.document import described
 from serving.reference.shapes import HealthStatus, ModelCard, ModelList, ServerLoad, ServerVersion
-from serving.service import ServedModel, Service
+from serving.replica.replica import Replica
+from serving.served_model import ServedModel
 
 
 class ServerRoutes:
     """Handlers of the health, load, version and metrics routes."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Replica) -> None:
         self.service = service
         self.router = APIRouter()
         for path, handler, operation in (
@@ -61,7 +63,7 @@ class ServerRoutes:
 class ModelRoutes:
     """Handlers of the model routes, and the mapping from model names to domains."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Monitored) -> None:
         self.service = service
         self.router = APIRouter()
         add = self.router.add_api_route

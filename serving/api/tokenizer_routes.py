@@ -21,7 +21,8 @@ from serving.http.errors import ApiError, invalid
 from serving.http.limits import Arrivals
 from serving.reference.document import described
 from serving.reference.shapes import Detokenized, Tokenized
-from serving.service import ChatTemplateError, Service, TextTooLongError
+from serving.replica.replica import Replica
+from serving.served_model import ChatTemplateError, TextTooLongError
 
 LONG = 16_384
 """Characters or tokens from which a text counts as long; encoding a text of this size takes about 20 ms."""
@@ -38,7 +39,7 @@ Result = TypeVar("Result")
 class Tokenizing:
     """Tokenizer with a thread for short texts and a thread for long texts, so that short texts never wait long."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Replica) -> None:
         """Create the threads for the tokenizer of ``service``."""
         self._service = service
         self._short, self._long = (ThreadPoolExecutor(1, f"tokenize-{length}") for length in ("short", "long"))
@@ -104,7 +105,7 @@ def _too_long(param: str, tokens: int, limit: int | None) -> ApiError:
 class TokenizerRoutes:
     """Handlers of the tokenizer routes."""
 
-    def __init__(self, service: Service, models: ModelRoutes, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
+    def __init__(self, service: Replica, models: ModelRoutes, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
         self._service, self._models, self._tokenizing, self._arrivals = service, models, tokenizing, arrivals
         self.router = APIRouter()
         add = self.router.add_api_route

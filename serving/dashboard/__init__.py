@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
@@ -14,7 +15,9 @@ from serving.dashboard.stream import Viewers
 from serving.http.errors import ApiError
 from serving.http.sse import EventStream
 from serving.metrics.history import HISTORY_SECONDS
-from serving.service import MonitoredService
+
+if TYPE_CHECKING:
+    from serving.monitored import Monitored  # imports serving.dashboard
 
 _FOLDER = Path(__file__).parent
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -36,7 +39,7 @@ OPEN_PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in _ASSETS
 """Paths that answer without a key: static files, which hold no data. Without a key the page has status 401."""
 
 
-def router(service: MonitoredService) -> APIRouter:
+def router(service: Monitored) -> APIRouter:
     """Return the routes under ``/dashboard``."""
     routes = APIRouter(prefix="/dashboard")
     files = {name: (_FOLDER / name).read_bytes() for name in ("index.html", *_ASSETS)}

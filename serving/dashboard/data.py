@@ -30,7 +30,7 @@ from osd.registry.versions import Registry, VersionInfo
 from serving.dashboard.charts import display
 from serving.metrics.report import ServiceTotals
 from serving.metrics.table import REPLICA, measured
-from serving.service import ServedModel
+from serving.served_model import ServedModel
 
 
 def version_json(info: VersionInfo | ListedVersion) -> dict[str, Any]:

@@ -6,14 +6,16 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from serving.http import sse
 from serving.http.errors import ApiError
 from serving.metrics.history import Bins
-from serving.service import MonitoredService
+
+if TYPE_CHECKING:
+    from serving.monitored import Monitored  # imports serving.dashboard
 
 MAX_VIEWERS = 64
 """Largest number of concurrent streams of one replica."""
@@ -37,7 +39,7 @@ class Viewers:
     that differ from the previous event. Its id holds the window and the last bin, so that a later stream can continue.
     """
 
-    def __init__(self, service: MonitoredService) -> None:
+    def __init__(self, service: Monitored) -> None:
         self._service = service
         self._open = 0
         self._read_at = 0.0

@@ -23,8 +23,8 @@ from serving.api.admin import AdminRoutes
 from serving.http import errors
 from serving.metrics import exposition
 from serving.metrics.report import Report, ServiceTotals, TracedDrafts
-from serving.monitored import Monitored, NoSharedMetrics
-from serving.service import ServedModel
+from serving.monitored import Monitored
+from serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class UpstreamService(Monitored):
         live: Callable[[], Sequence[TracedDrafts]] = tuple,
     ) -> None:
         """Create the service; ``live`` returns the acceptance of traced requests."""
-        super().__init__(settings, redis_url, NoSharedMetrics())
+        super().__init__(settings, redis_url, None)
         self.model, self._live, self._loads = model, live, ReplicaLoads(redis_url)
         self._counts: dict[str, UpstreamCounts] = {}
         self._stop = threading.Event()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
@@ -29,7 +29,7 @@ from osd.target.context import context_of
 from osd.target.identity import identify
 from osd.target.load import load_tokenizer, target_directory
 from osd.target.vocabulary import TokenText, TokenTexts, max_token_bytes
-from serving.monitored import Monitored, SharedMetrics
+from serving.monitored import Monitored
 from serving.replica.domain_watcher import DomainWatcher
 from serving.replica.outcome_sharer import OutcomeSharer
 from serving.replica.recall_keeper import RecallKeeper
@@ -42,7 +42,10 @@ from serving.replica.rollout_follower import (
     Watcher,
     starting_drafter,
 )
-from serving.service import ChatTemplateError, ServedModel, TextTooLongError
+from serving.served_model import ChatTemplateError, ServedModel, TextTooLongError
+
+if TYPE_CHECKING:
+    from serving.metrics.ray_metrics import RayMetrics  # imports Ray
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +56,14 @@ _LARGE = 1 << 16
 
 
 class Replica(Monitored):
-    """Implementation of ``serving.service.Service`` with an engine; ``close`` stops every thread that it started.
+    """Replica with an engine. Two threads tokenize at the same time; ``close`` stops every thread that it started.
 
     Raises:
         osd.target.load.TargetError: the target cannot be loaded.
         osd.config.ConfigError: ``serving.keys_file`` is invalid.
     """
 
-    def __init__(self, settings: Settings, redis_url: str, name: str, shared: SharedMetrics) -> None:
+    def __init__(self, settings: Settings, redis_url: str, name: str, shared: RayMetrics | None) -> None:
         # The engine's thread releases the interpreter's lock at each operator. A short switch interval returns the
         # lock to it soon, even if another thread is busy.
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -119,7 +122,11 @@ class Replica(Monitored):
         return self._keeper.is_purged(request)
 
     def encode(self, text: str, special: bool, limit: int | None = None) -> list[int]:
-        """Return token ids; see ``Service``."""
+        """Return the token ids of a text, with the tokenizer's special tokens if ``special``.
+
+        Raises:
+            TextTooLongError: the length of the text alone shows that it has more than ``limit`` tokens.
+        """
         if limit is not None and len(text) > limit:  # few texts: the first of them reads the vocabulary
             # Encoding takes a second per megabyte.
             covered = self._token_bytes
@@ -142,7 +149,14 @@ class Replica(Monitored):
         variables: dict[str, Any],
         limit: int | None = None,
     ) -> list[int]:
-        """Return the token ids of a chat; see ``Service``."""
+        """Return the token ids of a chat with ``tools``, up to the start of the assistant's answer.
+
+        ``variables`` are further variables of the chat template.
+
+        Raises:
+            TextTooLongError: the length of the chat alone shows that it has more than ``limit`` tokens.
+            ChatTemplateError: the chat template cannot render the messages.
+        """
         if self._tokenizer.chat_template is None:
             raise ChatTemplateError("The model has no chat template; use /v1/completions.")
         try:
@@ -160,35 +174,43 @@ class Replica(Monitored):
         return max_token_bytes(self._tokenizer)
 
     def template(self) -> str:
-        """Return the chat template; see ``Service``."""
+        """Return the chat template, the one for tools if there are several; "" for none."""
         template = self._tokenizer.chat_template or ""
         # Some models have several templates; with tools, transformers uses this one.
         return template if isinstance(template, str) else template.get("tool_use", template["default"])
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids; see ``Service``."""
+        """Return the text of token ids, special tokens included."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
-        """Return the text of each token; see ``Service``."""
+        """Return the text that each token has in the middle of a text; the first call takes a third of a second."""
         if self._token_texts is None:
             self._token_texts = TokenTexts(self._tokenizer)
         return [self._token_texts.of(token) for token in ids]
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """Compile a grammar; see ``Service``."""
+        """Compile the grammar of an answer; this takes up to 0.2 s.
+
+        Args:
+            kind: key of ``osd.engine.grammar_check.GRAMMARS``.
+            text: source of the grammar.
+
+        Raises:
+            GrammarError: the grammar is invalid.
+        """
         return self.engine.grammars.compile(kind, text)
 
     def submit(self, request: Request, on_update: Callable[[Update], None]) -> None:
-        """Queue a sequence; see ``Service``."""
+        """Queue a sequence; ``on_update`` is called on another thread after each decoding step, and must not block."""
         self.engine.submit(request, on_update)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sequence; see ``Service``."""
+        """Stop a sequence within one decoding step; ignore unknown ids."""
         self.engine.cancel(request_id)
 
     def check_health(self) -> None:
-        """Raise if the engine cannot decode; see ``Service``."""
+        """Raise an error with one sentence as its message if this replica cannot decode."""
         self.engine.check_health()
 
     def set_speculation(self, enabled: bool) -> None:

@@ -55,7 +55,7 @@ class VllmServer:
         from osd.target.load import target_directory
         from serving.http.running_requests import RunningRequests
         from serving.replica.replica import model_id
-        from serving.service import ServedModel
+        from serving.served_model import ServedModel
         from serving.vllm import clients
         from serving.vllm.engine import start
         from serving.vllm.exports import stable_exports

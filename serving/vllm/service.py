@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
 from prometheus_client import REGISTRY
@@ -21,8 +21,11 @@ from osd.vllm.reporting import read_report
 from serving.dashboard.upstream_service import UpstreamCounts
 from serving.metrics import exposition
 from serving.metrics.report import Report, ServiceTotals
-from serving.monitored import Monitored, SharedMetrics
-from serving.service import ServedModel
+from serving.monitored import Monitored
+from serving.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from serving.metrics.ray_metrics import RayMetrics  # imports Ray
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,10 @@ _PREFIX, _CREATED = "vllm:", "_created"  # times of creation cannot be summed
 
 
 class VllmService(Monitored):
-    """Implementation of ``serving.service.MonitoredService``; a thread reports vLLM's counters once a second."""
+    """Metrics, dashboard and access of a replica with vLLM; a thread reports vLLM's counters once a second."""
 
     def __init__(
-        self, settings: Settings, redis_url: str, name: str, model: ServedModel, engine: Any, shared: SharedMetrics
+        self, settings: Settings, redis_url: str, name: str, model: ServedModel, engine: Any, shared: RayMetrics
     ) -> None:
         """Start to report as the replica ``name``.
 

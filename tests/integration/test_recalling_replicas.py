@@ -25,7 +25,7 @@ from osd.recall.memory import KEPT, Observation, mark_of
 from osd.target.identity import identify
 from serving.replica import recall_keeper
 from serving.replica.recall_keeper import RecallKeeper
-from serving.service import TextTooLongError
+from serving.served_model import TextTooLongError
 from tests.command import purge
 from tests.replicas import PROMPT, Replicas, blocked_request, decode, recall_settings
 from tests.tiny import tokenizer

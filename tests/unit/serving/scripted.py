@@ -16,7 +16,7 @@ from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, ServiceTotals
-from serving.service import ChatTemplateError, ServedModel, TextTooLongError
+from serving.served_model import ChatTemplateError, ServedModel, TextTooLongError
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 
 GRAMMARS = GrammarCompiler(tokenizer(), 259, [257])

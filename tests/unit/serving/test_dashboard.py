@@ -21,7 +21,7 @@ from serving.dashboard import data
 from serving.dashboard.data import compose, minutes_to_speedup, speedup
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report
-from serving.service import ServedModel
+from serving.served_model import ServedModel
 
 FOLDER = Path(dashboard.__file__).parent
 
