@@ -8,6 +8,7 @@ import secrets
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from osd.engine.completion import ControllerOptions
 from osd.engine.grammar import Grammar, GrammarError
@@ -22,12 +23,13 @@ from serving.api.checks import (
     completion_budget,
     policy_of,
 )
+from serving.api.responses import Logprobs, ResponseBuilder, TokenSources
 from serving.api.schemas import ChatRequest, CompletionRequest, Generate, StreamOptions
 from serving.api.server_routes import ModelRoutes
 from serving.api.structured import OutputConstraint
 from serving.api.thinking import thinking_marks, unknown_variable
 from serving.api.tokenizer_routes import Tokenizing
-from serving.api.tool_calls import NoToolsError, ToolFormat, tool_format
+from serving.api.tool_calls import CallReader, NoToolsError, ToolFormat, tool_format
 from serving.http.errors import invalid
 from serving.http.limits import Admission
 from serving.replica.replica import Replica
@@ -42,63 +44,26 @@ _LEAST_TEMPERATURE = 1e-4  # below, logits / temperature overflows float32; deco
 
 
 @dataclass(frozen=True)
-class AnswerForm:
-    """Form of a response, from the body of the request.
-
-    Attributes:
-        model: name of the model in the request; None without one.
-        chat: whether it is a chat completion.
-        stream: whether it is sent as events.
-        usage: whether the events end with token counts.
-        continuous_usage: whether each event has token counts.
-        sources: whether it has the source of each token.
-        functions: names of the functions that the model may call.
-    """
-
-    model: str | None
-    chat: bool
-    stream: bool
-    usage: bool
-    continuous_usage: bool
-    sources: bool
-    functions: list[str]
-
-    @classmethod
-    def of(cls, body: Generate) -> AnswerForm:
-        """Return the form that a body asks for."""
-        options = body.stream_options or StreamOptions()
-        return cls(
-            body.model,
-            body.chat,
-            bool(body.stream),
-            bool(options.include_usage),
-            bool(options.continuous_usage_stats),
-            body.reports_sources,
-            [function.name for function in body.callable],
-        )
-
-
-@dataclass(frozen=True)
 class Prepared:
     """Validated request with its sequences. The body, which may be large, is not kept while it is answered.
 
     Attributes:
-        answer: form of the response.
-        id: id of the response.
-        prompts: number of tokens of each prompt.
+        builder: builder of the response.
         sequences: requests of the engine; each prompt has the same number, and they are ordered by prompt.
+        stream: whether the response is sent as events.
+        usage: whether the events end with token counts.
+        continuous_usage: whether each event has token counts.
         seconds: time limit of the response; None for no limit.
         constrained_by: field of the body that constrains the text of the answer; "" for none.
-        calls: format of function calls; None if the model may not call functions.
     """
 
-    answer: AnswerForm
-    id: str
-    prompts: list[int]
+    builder: ResponseBuilder
     sequences: list[Request]
+    stream: bool
+    usage: bool
+    continuous_usage: bool
     seconds: float | None
-    constrained_by: str = ""
-    calls: ToolFormat | None = None
+    constrained_by: str
 
 
 class EngineRequests:
@@ -264,10 +229,29 @@ class EngineRequests:
                 sequences.append(
                     replace(common, id=sequence_id, prompt_ids=tuple(ids), max_tokens=budget, sampling=sampling)
                 )
-        seconds = self._limits.request_timeout_s if body.timeout is None else body.timeout
-        field = "" if form is None else form.param
-        answer, counts = AnswerForm.of(body), [len(ids) for ids in prompts]
-        return Prepared(answer, response_id, counts, sequences, seconds, field, calls)
+        texts, functions = self._tokenizing.texts, [function.name for function in body.callable]
+        builder = ResponseBuilder(
+            id=response_id,
+            model=body.model or model.id,
+            chat=body.chat,
+            choices=len(sequences),
+            prompts=[len(ids) for ids in prompts],
+            logprobs=Logprobs(body.chat, texts),
+            sources=TokenSources(texts) if body.reports_sources else None,
+            reader=None if calls is None else partial(CallReader, calls, functions),
+            thinking=common.thinking,
+            predicts=bool(common.prediction),
+        )
+        options = body.stream_options or StreamOptions()
+        return Prepared(
+            builder,
+            sequences,
+            stream=bool(body.stream),
+            usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+            seconds=self._limits.request_timeout_s if body.timeout is None else body.timeout,
+            constrained_by="" if form is None else form.param,
+        )
 
 
 def _controller_options(body: Generate) -> ControllerOptions | None:

@@ -14,10 +14,8 @@ from osd.engine.request import Update
 from serving.access.keys import Caller, caller_of
 from serving.api.engine_requests import EngineRequests, Prepared
 from serving.api.generation import Generation
-from serving.api.responses import Logprobs, ResponseBuilder, TokenSources, collect, events
+from serving.api.responses import collect, events
 from serving.api.schemas import ChatRequest, CompletionRequest
-from serving.api.tokenizer_routes import Tokenizing
-from serving.api.tool_calls import CallReader
 from serving.http.errors import Disconnected
 from serving.http.limits import AnyBody, Arrivals
 from serving.http.sse import EventStream
@@ -30,9 +28,8 @@ from serving.telemetry.observed import observed_of
 class GenerateRoutes:
     """Handlers of chat and text completions."""
 
-    def __init__(self, service: Replica, requests: EngineRequests, tokenizing: Tokenizing, arrivals: Arrivals) -> None:
+    def __init__(self, service: Replica, requests: EngineRequests, arrivals: Arrivals) -> None:
         self._service, self._requests, self._arrivals = service, requests, arrivals
-        self._tokenizing = tokenizing
         self.router = APIRouter()
         add = self.router.add_api_route
         chats = described("Create a chat completion.", ChatCompletion, ChatRequest, ChatChunk)
@@ -55,48 +52,30 @@ class GenerateRoutes:
             return await prepare(body, caller_of(request))
 
     async def _answer(self, request: Request, prepared: Prepared) -> Response:
-        service, caller, observed, answer = self._service, caller_of(request), observed_of(request), prepared.answer
-        observed.identify(prepared.id, caller)
+        service, caller, observed, builder = self._service, caller_of(request), observed_of(request), prepared.builder
+        observed.identify(builder.id, caller)
         sequences = [replace(sequence, arrived=observed.arrived) for sequence in prepared.sequences]
         charge = partial(service.access.budgets.charge, caller.key)
         generation = Generation(
             service, self._requests.admission, sequences, prepared.seconds, charge, observed, prepared.constrained_by
         )
-        builder = self._builder_of(prepared)
         handed_over = False
         try:
             generation.start(request.receive)
-            charge(sum(prepared.prompts))
+            charge(sum(builder.prompts))
             updates = generation.updates()
-            if not answer.stream:
+            if not prepared.stream:
                 return JSONResponse(await collect(builder, updates))
             # Wait for the first update before the status is sent, so that an earlier failure has its own status.
             updates = _prepend(await anext(updates), updates)
             handed_over = True
-            stream = events(builder, updates, answer.usage, answer.continuous_usage)
+            stream = events(builder, updates, prepared.usage, prepared.continuous_usage)
             return EventStream(stream, generation.close)
         except Disconnected:
             return Response(status_code=499)
         finally:
             if not handed_over:
                 generation.close()
-
-    def _builder_of(self, prepared: Prepared) -> ResponseBuilder:
-        answer, reader = prepared.answer, None
-        if prepared.calls is not None:
-            reader = partial(CallReader, prepared.calls, answer.functions)
-        return ResponseBuilder(
-            prepared.id,
-            answer.model or self._service.model.id,
-            answer.chat,
-            len(prepared.sequences),
-            prepared.prompts,
-            Logprobs(answer.chat, self._tokenizing.texts),
-            TokenSources(self._tokenizing.texts) if answer.sources else None,
-            reader,
-            prepared.sequences[0].thinking,
-            any(sequence.prediction for sequence in prepared.sequences),
-        )
 
 
 async def _prepend(first: tuple[int, Update], rest: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[Any]:

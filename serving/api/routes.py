@@ -28,7 +28,7 @@ def create_app(service: Replica, observers: Iterable[Observer] = ()) -> FastAPI:
     api_routers = [
         routes.router
         for routes in (
-            GenerateRoutes(service, EngineRequests(service, models, tokenizing), tokenizing, arrivals),
+            GenerateRoutes(service, EngineRequests(service, models, tokenizing), arrivals),
             TokenizerRoutes(service, models, tokenizing, arrivals),
             models,
             ServerRoutes(service),
