@@ -8,12 +8,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Response
+
 from osd.config import Settings
 from osd.registry.events import Events
 from osd.registry.object_storage import storage_of
 from osd.registry.versions import Registry
 from serving.access.guard import Access
 from serving.dashboard import data
+from serving.metrics import exposition
 from serving.metrics.history import Bins
 from serving.metrics.replicas import ReplicaMetrics
 from serving.metrics.report import Report, ServiceTotals
@@ -51,6 +54,13 @@ class Monitored:
             with self._lock:
                 totals = self._local.totals(time.time())
         return replace(totals, **(await asyncio.to_thread(self._feeds.trainer))._asdict())
+
+    async def metrics(self) -> Response:
+        """Handle ``GET /metrics``: return Prometheus text, summed over all replicas."""
+        totals = await self.totals()
+        # Rendering takes milliseconds, so it must not block the event loop.
+        text = await asyncio.to_thread(self._render, totals)
+        return Response(text, media_type=exposition.CONTENT_TYPE)
 
     async def dashboard_state(self) -> dict[str, Any]:
         """Return the current state for the dashboard, as JSON."""
@@ -92,6 +102,9 @@ class Monitored:
             pause = self._local.push(report)
         shared_pause = None if self._shared is None else self._shared.push(report)
         return shared_pause or pause
+
+    def _render(self, totals: ServiceTotals) -> bytes:
+        return exposition.render(totals, self.settings.domain, self.model.id)
 
     def _report_keys_refused(self, reason: str) -> None:
         self._events.try_add("keys_refused", self.settings.domain, reason=reason)

@@ -21,17 +21,20 @@ from serving.telemetry.observed import Observer, Observing, log_request
 
 def create_app(service: Replica, observers: Iterable[Observer] = ()) -> FastAPI:
     """Return the HTTP application of a replica; each observer is called with every finished request."""
-    app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
-    errors.install(app)
+    app = errors.empty_app()
     limits, tokenizing, models = service.settings.serving, Tokenizing(service), ModelRoutes(service)
     arrivals = Arrivals(limits, limits.max_queue, max(ARRIVING_BYTES, limits.max_body_bytes))
+
+    async def check_health() -> None:
+        service.check_health()
+
     api_routers = [
         routes.router
         for routes in (
             GenerateRoutes(service, EngineRequests(service, models, tokenizing), arrivals),
             TokenizerRoutes(service, models, tokenizing, arrivals),
             models,
-            ServerRoutes(service),
+            ServerRoutes(service, check_health),
             AdminRoutes(service),
         )
     ]

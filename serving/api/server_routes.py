@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,32 +12,31 @@ import osd
 from osd.config import tenant_of
 from serving.access.keys import caller_of
 from serving.http.errors import ApiError
-from serving.metrics import exposition
 from serving.monitored import Monitored
 from serving.reference.document import described
 from serving.reference.shapes import HealthStatus, ModelCard, ModelList, ServerLoad, ServerVersion
-from serving.replica.replica import Replica
 from serving.served_model import ServedModel
 
 
 class ServerRoutes:
     """Handlers of the health, load, version and metrics routes."""
 
-    def __init__(self, service: Replica) -> None:
-        self.service = service
+    def __init__(self, service: Monitored, check_health: Callable[[], Awaitable[None]]) -> None:
+        """Add the routes; ``check_health`` raises an error with one sentence if the replica cannot decode."""
+        self.service, self._check_health = service, check_health
         self.router = APIRouter()
         for path, handler, operation in (
             ("/health", self.health, described("Check that the replica can decode.", HealthStatus)),
             ("/load", self.load, described("Return the running and waiting requests of all replicas.", ServerLoad)),
             ("/version", self.version, described("Return the version of osd.", ServerVersion)),
-            ("/metrics", self.metrics, described("Return the metrics of all replicas in Prometheus' text format.")),
+            ("/metrics", service.metrics, described("Return the metrics of all replicas in Prometheus' text format.")),
         ):
             self.router.add_api_route(path, handler, methods=["GET"], **operation)
 
     async def health(self) -> Response:
         """Handle ``GET /health``: 200 while this replica can decode, else 503."""
         try:
-            self.service.check_health()
+            await self._check_health()
         except Exception as error:
             raise ApiError(503, f"This replica cannot decode: {error}.", kind="server_error") from error
         return JSONResponse({"status": "ok"})
@@ -50,14 +49,6 @@ class ServerRoutes:
     async def version(self) -> Response:
         """Handle ``GET /version``."""
         return JSONResponse({"version": osd.__version__})
-
-    async def metrics(self) -> Response:
-        """Handle ``GET /metrics``: return Prometheus text, summed over all replicas."""
-        settings, model = self.service.settings, self.service.model
-        totals = await self.service.totals()
-        # Rendering takes milliseconds, so it must not block the event loop.
-        text = await asyncio.to_thread(exposition.render, totals, settings.domain, model.id)
-        return Response(text, media_type=exposition.CONTENT_TYPE)
 
 
 class ModelRoutes:

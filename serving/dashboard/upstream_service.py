@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI
 from redis.exceptions import RedisError
 
 from osd.config import Settings
@@ -21,7 +21,6 @@ from serving import dashboard
 from serving.access.guard import HostGuard, KeyGuard
 from serving.api.admin import AdminRoutes
 from serving.http import errors
-from serving.metrics import exposition
 from serving.metrics.report import Report, ServiceTotals, TracedDrafts
 from serving.monitored import Monitored
 from serving.served_model import ServedModel
@@ -131,16 +130,10 @@ def create_dashboard(service: UpstreamService, names: frozenset[str] | None) -> 
         service: the data of the dashboard.
         names: host names that requests may use, in addition to loopback names; None allows every name.
     """
-    app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
-    errors.install(app)
+    app = errors.empty_app()
     for router in (AdminRoutes(service).router, dashboard.router(service)):
         app.include_router(router)
-
-    async def metrics() -> Response:
-        text = exposition.render(await service.totals(), service.settings.domain, service.model.id)
-        return Response(text, media_type=exposition.CONTENT_TYPE)
-
-    app.add_api_route("/metrics", metrics)
+    app.add_api_route("/metrics", service.metrics)
     app.add_middleware(KeyGuard, keyring=service.access.keyring, open_paths=dashboard.OPEN_PATHS)
     if names is not None:
         app.add_middleware(HostGuard, names=names, setting="tap.allowed_hosts")

@@ -98,8 +98,9 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def install(app: FastAPI) -> None:
-    """Make ``app`` answer every error in OpenAI's format."""
+def empty_app() -> FastAPI:
+    """Return an application without routes, which answers every error in OpenAI's format."""
+    app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(ApiError)
     async def handle_api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -119,3 +120,5 @@ def install(app: FastAPI) -> None:
     async def handle_failure(_: Request, error: Exception) -> JSONResponse:
         logger.error("request failed", exc_info=error)
         return of_status(500).response()
+
+    return app

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import osd
 from osd.vllm.middleware import PRIVATE
 from serving import dashboard
 from serving.access.guard import BudgetGuard, HostGuard, KeyGuard, allowed_hosts
 from serving.access.keys import caller_of
 from serving.api.admin import AdminRoutes
+from serving.api.server_routes import ServerRoutes
 from serving.http import errors
 from serving.http.errors import ApiError
 from serving.http.limits import ARRIVING_BYTES, ArrivingBytes, queue_full, read_body
-from serving.metrics.report import Report
 from serving.telemetry.observed import Observer, Observing, log_request
 from serving.vllm import clients
 from serving.vllm.service import VllmService
@@ -108,28 +106,8 @@ class Admission:
 
 def _own_routes(service: VllmService) -> FastAPI:
     """Return the routes that vLLM does not answer."""
-    app = FastAPI(title="osd", docs_url=None, redoc_url=None, openapi_url=None)
-    errors.install(app)
-    for router in (AdminRoutes(service).router, dashboard.router(service)):
+    app = errors.empty_app()
+    server = ServerRoutes(service, service.check_health)
+    for router in (server.router, AdminRoutes(service).router, dashboard.router(service)):
         app.include_router(router)
-
-    async def health() -> Response:
-        try:
-            await service.check_health()
-        except Exception as error:
-            raise ApiError(503, "This replica cannot decode: vLLM's engine has ended.", kind="server_error") from error
-        return JSONResponse({"status": "ok"})
-
-    async def load() -> Response:
-        return JSONResponse({"server_load": sum(map(_requests, (await service.totals()).replicas))})
-
-    async def version() -> Response:
-        return JSONResponse({"version": osd.__version__})
-
-    for path, handler in (("/health", health), ("/load", load), ("/version", version), ("/metrics", service.metrics)):
-        app.add_api_route(path, handler, methods=["GET"])
     return app
-
-
-def _requests(report: Report) -> float:
-    return report.gauges["running"] + report.gauges["waiting"]

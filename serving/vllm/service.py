@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Response
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
@@ -63,14 +61,11 @@ class VllmService(Monitored):
         self._thread.start()
 
     async def check_health(self) -> None:
-        """Raise an error if vLLM's engine has ended."""
-        await self._engine.check_health()
-
-    async def metrics(self) -> Response:
-        """Return Prometheus text, summed over all replicas."""
-        totals = await self.totals()
-        text = await asyncio.to_thread(self._render, totals)
-        return Response(text, media_type=exposition.CONTENT_TYPE)
+        """Raise an error with one sentence as its message if vLLM's engine has ended."""
+        try:
+            await self._engine.check_health()
+        except Exception as error:
+            raise RuntimeError("vLLM's engine has ended") from error
 
     def report(self) -> Report:
         """Return the current report of this replica."""

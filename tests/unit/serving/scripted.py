@@ -16,6 +16,7 @@ from osd.target.vocabulary import TokenText
 from serving.access.guard import Access
 from serving.metrics.history import Bins, MetricsHistory
 from serving.metrics.report import Report, ServiceTotals
+from serving.monitored import Monitored
 from serving.served_model import ChatTemplateError, ServedModel, TextTooLongError
 from tests.tiny import CHAT_TEMPLATE, tokenizer
 
@@ -33,6 +34,8 @@ class ScriptedService:
 
     If the script returns None, the sequence runs until it is cancelled; the test sends updates with ``updates``.
     """
+
+    metrics, _render = Monitored.metrics, Monitored._render
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

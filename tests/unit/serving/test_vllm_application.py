@@ -17,6 +17,7 @@ from osd.config import Settings
 from osd.vllm.middleware import PRIVATE
 from serving.vllm import clients
 from serving.vllm.application import create_app
+from serving.vllm.service import VllmService
 from tests.unit.serving.answers import error_of
 from tests.unit.serving.browser import Browser, answered, until
 from tests.unit.serving.scripted import ScriptedService
@@ -33,8 +34,11 @@ KEYS = [
 class Service(ScriptedService):
     """Service around vLLM."""
 
-    async def check_health(self) -> None:
-        super().check_health()
+    check_health = VllmService.check_health
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        super().__init__(settings)
+        self._engine = engine
 
     async def metrics(self) -> dict[str, str]:
         return {"metrics": "of all replicas"}
@@ -46,6 +50,11 @@ class Engine:
     def __init__(self) -> None:
         self.prompts: list[Any] = []
         self.priorities: list[int] = []
+        self.is_dead = False
+
+    async def check_health(self) -> None:
+        if self.is_dead:
+            raise RuntimeError("EngineCore encountered an issue")
 
     async def generate(self, prompt: Any, params: Any, request_id: str, *, priority: int = 0) -> Any:
         self.prompts.append(prompt)
@@ -58,7 +67,8 @@ class World:
     """Application around vLLM, and what reached vLLM."""
 
     def __init__(self, settings: Settings, has_priorities: bool = True) -> None:
-        self.service, self.engine = Service(settings), Engine()
+        self.engine = Engine()
+        self.service = Service(settings, self.engine)
         self.seen: list[tuple[bytes, bool]] = []
         vllm = FastAPI()
         vllm.post("/v1/completions")(self.complete)
@@ -122,8 +132,9 @@ def test_metrics_and_health_are_those_of_the_service(make_world):
     world = make_world()
     assert world.client.get("/metrics").json() == {"metrics": "of all replicas"}
     assert world.client.get("/health").json() == {"status": "ok"}
-    world.service.healthy = False
-    assert "vLLM's engine has ended" in error_of(world.client.get("/health"), 503)["message"]
+    world.engine.is_dead = True
+    message = "This replica cannot decode: vLLM's engine has ended."
+    assert error_of(world.client.get("/health"), 503)["message"] == message
 
 
 @pytest.mark.parametrize("path", ["/scale_elastic_ep", "/v1/load_lora_adapter", "/collective_rpc"])
