@@ -100,7 +100,6 @@ class UpstreamService(Monitored):
         self._thread.start()
 
     async def totals(self) -> ServiceTotals:
-        """Return the counters of all servers."""
         return replace(await super().totals(), traced=await asyncio.to_thread(self._live))
 
     def close(self) -> None:

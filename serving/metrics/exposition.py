@@ -43,7 +43,6 @@ class _Families(Collector):
         self._totals, self._domain, self._model, self._engine = totals, domain, model, engine
 
     def collect(self) -> Iterator[Family]:
-        """Yield all metric families; see ``Collector``."""
         replaced = {family.name for family in self._engine}
         yield from self._engine
         yield from (family for family in self._collect() if family.name not in replaced)
