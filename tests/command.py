@@ -29,11 +29,11 @@ def all_ended(processes: list[psutil.Process], seconds: float = HANG_SECONDS) ->
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def run_cli(*arguments: object, home: Path | None = None, redis_url: str | None = None) -> Result:
-    """Run the command in this process."""
+def run_cli(*arguments: object, home: Path | None = None, redis_url: str | None = None, typed: str = "") -> Result:
+    """Run the command in this process; ``typed`` is its input."""
     variables = {"OSD_HOME": home, "OSD_REDIS_URL": redis_url}
     environment = {name: str(value) for name, value in variables.items() if value is not None}
-    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+    return CliRunner().invoke(app, [*map(str, arguments)], typed, environment)
 
 
 def imports_of(*arguments: object, **environment: str) -> tuple[str, set[str]]:

@@ -27,6 +27,7 @@ from osd.capture.exchange import FunctionCall
 from osd.capture.purge import Purges
 from osd.capture.trace import ACCEPTED, FIELD, REJECTED, decode
 from osd.capture.writer import StreamWriter, TraceWriter
+from osd.cli.exit_codes import INTERRUPTED
 from osd.config import CaptureSettings, ConfigError, Settings
 from osd.drafting import from_config
 from osd.labelling.labeller import Labeller
@@ -37,12 +38,13 @@ from osd.running import find, lock
 from osd.runtime.model import SlotModel
 from osd.target.identity import identify
 from osd.target.model import load_model
+from tests.command import osd, run_cli
 from tests.redis_servers import free_port
 from tests.tiny import VOCABULARY
 from tests.unit.learning.toys import with_drafts
 from tests.unit.test_labelling import chat
 from tests.unit.test_labelling import exchange as make_exchange
-from tests.waiting import background
+from tests.waiting import HANG_SECONDS, background, wait_until
 from trainer.teacher import LabellingCounts, Teacher
 
 
@@ -101,6 +103,25 @@ def test_drafter_learns_from_exchanges_after_a_teacher_restart(settings, send, r
     group = redis_client.xinfo_groups("osd:tapped:domain:general")[0]
     newest, _ = redis_client.xrevrange("osd:tapped:domain:general", count=1)[0]
     assert (group["pending"], group["last-delivered-id"]) == (0, newest)
+
+
+@pytest.mark.soak
+def test_learn_command_offers_a_version_for_vllm_until_a_signal(settings, tmp_path):
+    target, values = settings.target, settings.drafter
+    options = {
+        "target.source": target.source, "target.dtype": target.dtype, "redis_url": settings.redis_url,
+        "drafter.kind": values.kind, "drafter.vocabulary": values.vocabulary,
+        "tap.dashboard_port": settings.tap.dashboard_port,
+    }  # fmt: skip
+    arguments = [argument for key, value in options.items() for argument in ("--set", f"{key}={value}")]
+    export = ["drafters", "export", "1", "--format", "speculators", "--out", tmp_path / "eagle", *arguments]
+    with osd(tmp_path, "learn", "--capture", *arguments) as process:
+        exported = wait_until(lambda: (done := run_cli(*export, home=tmp_path)).exit_code == 0 and done, every=0.5)
+        assert '"method": "eagle3"' in exported.stdout
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == INTERRUPTED
+    assert "Learning    from the traffic that a vLLM with OSD_VLLM_CAPTURE=1 captures" in errors
 
 
 def test_teacher_skips_unsuitable_exchanges(settings, send, redis_client, eventually):

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from osd.cli.app import app
 from osd.cli.exit_codes import FAILURE, INTERRUPTED, MEANINGS, OK, USAGE
 from tests.command import run_cli
 
@@ -56,7 +54,7 @@ def test_commands_end_with_the_codes_of_the_table(arguments, code):
     ],
 )
 def test_command_whose_process_does_not_answer_fails(command, tmp_path):
-    result = CliRunner().invoke(app, [*command.split(), "--set", f"home={tmp_path}"], input="Hello\n")
+    result = run_cli(*command.split(), home=tmp_path, typed="hello\n")
     assert result.exit_code == FAILURE
     assert result.stderr.startswith("osd: ")
 
