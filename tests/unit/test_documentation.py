@@ -125,8 +125,9 @@ def arguments_of_osd(command: str) -> list[str] | None:
 
 def commands_of(page: Path) -> list[list[str]]:
     """Return the arguments of each ``osd`` command in the code of a page."""
-    code = re.findall(r"^ {4,}(.*\bosd .+)$", re.sub(r"\\\n\s*", " ", page.read_text()), re.MULTILINE)
-    found = [arguments_of_osd(re.sub(r" +# .*", "", line)) for line in code]
+    text = re.sub(r"\\\n\s*", " ", page.read_text())
+    code = re.findall(r"^ {4,}((?:[A-Z_]+=\S+ )*(?:[\w./]*/)?osd .+)$", text, re.MULTILINE)
+    found = [arguments_of_osd(re.sub(r" +# .*", "", command)) for command in code]
     return [arguments for arguments in found if arguments is not None]
 
 
