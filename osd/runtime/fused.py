@@ -19,7 +19,7 @@ from osd.runtime.exit_rule import ExitRule, PartialForward
 from osd.runtime.kv_cache import KVCache, heads_of
 from osd.runtime.linear import PackedLinear
 from osd.runtime.memory import recycled
-from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
+from osd.runtime.native import DTYPES, WEIGHT_DTYPES, call_kernel, kernels, structs
 
 
 def fusable(model: nn.Module) -> bool:
@@ -97,17 +97,14 @@ class FusedDecoder:
 
     def fill(self, rows: PackedRows, states: Tensor, layers: range) -> None:
         """Store the keys and values of ``layers`` in one call of the kernels, see ``Decoder.fill``."""
-        library = kernels()
-        assert library is not None  # noqa: S101
         states = states.float().contiguous()
         self._shape.threads = torch.get_num_threads()
         places = structs.Rows(rows, self._cos, self._sin)
-        failed = library.osd_fill(
+        call_kernel(
+            "osd_fill", "no memory for the scratch space of a forward",
             ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), states.data_ptr(),
             layers.start, layers.stop,
         )  # fmt: skip
-        if failed:
-            raise MemoryError("no memory for the scratch space of a forward")
 
     def _run(
         self,
@@ -117,8 +114,6 @@ class FusedDecoder:
         states: Tensor | None,
         exit_rule: structs.NativeExitRule | None,
     ) -> Forward:
-        library = kernels()
-        assert library is not None  # noqa: S101
         count = len(rows.token_ids)
         logits = recycled((len(wanted), self._head.out_features), torch.float32)
         tapped = torch.empty(count, len(self._taps), self._hidden)
@@ -132,11 +127,10 @@ class FusedDecoder:
             None if before is None else before.data_ptr(), None if after is None else after.data_ptr(),
             layers.start, layers.stop, None if exit_rule is None else ctypes.addressof(exit_rule),
         )  # fmt: skip
-        failed = library.osd_forward(
-            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(call)
-        )
-        if failed:
-            raise MemoryError("no memory for the scratch space of a forward")
+        call_kernel(
+            "osd_forward", "no memory for the scratch space of a forward",
+            ctypes.byref(self._model), ctypes.byref(self._shape), ctypes.byref(places), ctypes.byref(call),
+        )  # fmt: skip
         if exit_rule is not None:
             layers = range(layers.start, exit_rule.stop)
         if layers.stop == self._shape.layers:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from osd.runtime.eight_bits import narrowed
 from osd.runtime.memory import Pages
-from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
+from osd.runtime.native import DTYPES, WEIGHT_DTYPES, call_kernel, kernels, structs
 
 CALIBRATION_ROWS = (1, 4, 8)
 
@@ -44,9 +44,9 @@ class PackedLinear(nn.Module):
         """Return the product, in the dtype of x: float32 or bfloat16."""
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], self.out_features))
-        library = kernels()
-        assert library is not None  # noqa: S101  made only if the kernels are loaded
-        failed = library.osd_linear(
+        call_kernel(
+            "osd_linear",
+            "no memory for the scratch space of a linear layer",
             x.data_ptr(),
             self.packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
@@ -58,8 +58,6 @@ class PackedLinear(nn.Module):
             WEIGHT_DTYPES[self.packed.dtype],
             torch.get_num_threads(),
         )
-        if failed:
-            raise MemoryError("no memory for the scratch space of a linear layer")
         return y
 
     def stage(self, weight: Tensor) -> Tensor:

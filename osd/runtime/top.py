@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from osd.runtime.device import Arriving, to_device
-from osd.runtime.native import kernels, readable
+from osd.runtime.native import call_kernel, readable
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ def most_probable(
 
 
 def _native(logits: Tensor, rows: Sequence[int] | NDArray[np.int64], k: int) -> Top:
-    library = kernels()
-    assert library is not None  # noqa: S101
     count = len(rows)
     numbers = torch.tensor(rows, dtype=torch.int64)
     result = Top(torch.empty(count, k, dtype=torch.int64), torch.empty(count, k), torch.empty(count))
-    failed = library.osd_top(
+    call_kernel(
+        "osd_top",
+        "no memory for the most probable tokens",
         logits.data_ptr(),
         numbers.data_ptr(),
         count,
@@ -76,8 +76,6 @@ def _native(logits: Tensor, rows: Sequence[int] | NDArray[np.int64], k: int) -> 
         result.tail.data_ptr(),
         torch.get_num_threads(),
     )
-    if failed:
-        raise MemoryError("no memory for the most probable tokens")
     return result
 
 

@@ -17,7 +17,7 @@ from osd.drafting.shapes import EagleShape
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
 from osd.runtime.memory import recycled
-from osd.runtime.native import DTYPES, WEIGHT_DTYPES, kernels, structs
+from osd.runtime.native import DTYPES, WEIGHT_DTYPES, call_kernel, structs
 from osd.verification.tree import DraftBatch
 
 
@@ -134,13 +134,9 @@ class NativeEagle:
         return WholeDraft(draft, logits, False, expanded[:levels].tolist(), seconds[:levels].tolist())
 
     def _call(self, function: str, arguments: ctypes.Structure, *more: int) -> None:
-        library = kernels()
-        assert library is not None  # noqa: S101  the object exists only with kernels
         self._shape.threads = torch.get_num_threads()
         parts = (ctypes.byref(part) for part in (self._layer, self._shape, self._eagle, arguments))
-        failed = getattr(library, function)(*parts, *more)
-        if failed:
-            raise MemoryError("not enough memory for a draft's scratch space")
+        call_kernel(function, "not enough memory for a draft's scratch space", *parts, *more)
 
 
 class _NativeDrafts:

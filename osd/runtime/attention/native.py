@@ -10,7 +10,7 @@ from torch import Tensor
 from osd.runtime.attention.base import AttentionBackend
 from osd.runtime.batch import PackedRows
 from osd.runtime.kv_cache import KVCache
-from osd.runtime.native import DTYPES, kernels
+from osd.runtime.native import DTYPES, call_kernel, kernels
 
 
 class NativeAttention(AttentionBackend):
@@ -25,8 +25,7 @@ class NativeAttention(AttentionBackend):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float
     ) -> Tensor:
-        library, rows = kernels(), self._rows
-        assert library is not None  # noqa: S101  ``fits`` has checked it
+        rows = self._rows
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         count, heads, dim = query.shape
@@ -40,7 +39,8 @@ class NativeAttention(AttentionBackend):
         if key.dtype != query.dtype or value.dtype != query.dtype:
             raise ValueError(f"keys in {key.dtype} and values in {value.dtype} for queries in {query.dtype}")
         selection = rows.selection if window is None else None  # a sliding window reads few places
-        failed = library.osd_attention(
+        call_kernel(
+            "osd_attention", "no memory for the scratch space of attention",
             query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
             count, heads, key.shape[1], dim, keys.shape[2],
             rows.slots.data_ptr(), rows.stores.data_ptr(), self.first(window).data_ptr(), rows.visible.data_ptr(),
@@ -50,6 +50,4 @@ class NativeAttention(AttentionBackend):
             scale, softcap, DTYPES[query.dtype], DTYPES[keys.dtype], torch.get_num_threads(),
             rows.positions.data_ptr(), None if selection is None else ctypes.byref(selection.native), layer,
         )  # fmt: skip
-        if failed:
-            raise MemoryError("no memory for the scratch space of attention")
         return out

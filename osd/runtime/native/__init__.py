@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch  # loads the OpenMP runtime that the kernels use too
 
@@ -73,6 +73,18 @@ WEIGHT_DTYPES = {**DTYPES, torch.int8: 2}
 def kernels() -> ctypes.CDLL | None:
     """Return the kernel library, or None if it was not built or this CPU lacks AVX2."""
     return next(map(load, libraries()), None)
+
+
+def call_kernel(name: str, failure: str, *arguments: Any) -> None:
+    """Call a function of the kernel library, which must be loaded.
+
+    Raises:
+        MemoryError: there is no memory for the scratch space of the function; the message is ``failure``.
+    """
+    library = kernels()
+    assert library is not None  # noqa: S101  the callers run only with kernels
+    if getattr(library, name)(*arguments):
+        raise MemoryError(failure)
 
 
 def readable(logits: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ PLAIN = [backend for backend in BACKENDS.values() if backend is not NativeAttent
 
 def kernels_of(path: str, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
     loaded = load(path)
-    monkeypatch.setattr("osd.runtime.attention.native.kernels", lambda: loaded)
+    monkeypatch.setattr("osd.runtime.native.kernels", lambda: loaded)
     return NativeAttention
 
 

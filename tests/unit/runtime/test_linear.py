@@ -21,7 +21,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute the layers with each library that this CPU can run."""
     loaded = load(request.param)
-    monkeypatch.setattr("osd.runtime.linear.kernels", lambda: loaded)
+    for module in ("linear", "native"):
+        monkeypatch.setattr(f"osd.runtime.{module}.kernels", lambda: loaded)
 
 
 @native
