@@ -16,7 +16,17 @@ from osd.drafting.base import OPTIONAL, check, split
 from osd.drafting.draft_vocabulary import check_maps, draft_ids
 from osd.drafting.graph_chains import ChainDraws, GraphChains, NewTokens
 from osd.drafting.growth import DraftBudget, Growth, GrowthPlan, Reach, Stop
-from osd.drafting.session import DraftRequest, Exits, Proposal, Runtime, Session, Tree
+from osd.drafting.session import (
+    ANONYMOUS,
+    CommittedTokens,
+    DraftRequest,
+    Exits,
+    Origin,
+    Proposal,
+    Runtime,
+    Session,
+    Tree,
+)
 from osd.economy.calls import STEP_TOKENS
 from osd.economy.costs import at_level
 from osd.runtime.device import copy_all, seconds_between, side_stream, timestamp, to_device
@@ -91,6 +101,7 @@ class AutoregressiveSession(Session, ABC):
         }
         self.vector, self.head = tensors, SessionHead.of(weights, self.device)
         self.states = torch.empty(0)
+        self._last: dict[int, int] = {}  # last committed token of each slot
         self._replaced: dict[str, Tensor] = {}  # the next ``stage`` frees them, off the decode thread
 
     @cached_property
@@ -116,6 +127,15 @@ class AutoregressiveSession(Session, ABC):
         for name in self.VECTORS:
             tensors[name] = _named(weights, name).to(self.device, torch.float32, copy=True)
         return tensors if ids is None else tensors | {"draft_ids": ids.to(self.device)}
+
+    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
+        self._last[slot] = token
+
+    def commit(self, slot: int, kept: CommittedTokens) -> None:
+        self._last[slot] = kept.tokens[-1]
+
+    def close(self, slot: int) -> None:
+        self._last.pop(slot, None)
 
     def stage(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         weights = check(weights, self._expected)

@@ -281,19 +281,19 @@ class EarlyExitSession(AutoregressiveSession):
         self._target = required(self.source, "its target", runtime.target)
         self._exits, self._vocabulary = exits, len(target_head)
         self._norm = deepcopy(norm).to(self.device)
-        self._last: dict[int, int] = {}
         self._above: dict[int, float] = {}  # by slot, see ``Origin.exit_above``
         self._rows: defaultdict[int, dict[int, _Row]] = defaultdict(dict)  # by slot and node
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
-        self._last[slot], self._above[slot] = token, origin.exit_above
+        super().open(slot, token, origin)
+        self._above[slot] = origin.exit_above
 
     def commit(self, slot: int, kept: CommittedTokens) -> None:
-        self._last[slot] = kept.tokens[-1]
+        super().commit(slot, kept)
         self._rows.pop(slot, None)
 
     def close(self, slot: int) -> None:
-        self._last.pop(slot, None)
+        super().close(slot)
         self._rows.pop(slot, None)
 
     @torch.inference_mode()

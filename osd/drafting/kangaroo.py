@@ -9,7 +9,6 @@ states at the exit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -168,14 +167,6 @@ _NEXT_LAYER = {
 }
 
 
-@dataclass
-class _SlotDraft:
-    """State of a slot: its last token, and the ``rows`` of the current draft by the tokens of their paths."""
-
-    last: int
-    rows: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-
 class KangarooSession(LayerSession):
     """Session of a Kangaroo drafter.
 
@@ -190,23 +181,23 @@ class KangarooSession(LayerSession):
     def __init__(self, shape: KangarooShape, weights: dict[str, Tensor], runtime: Runtime) -> None:
         super().__init__(shape, weights, runtime)
         self._exit_layer, self._target = shape.exit_layer, required(self.source, "its target", runtime.target)
-        self._slots: dict[int, _SlotDraft] = {}
+        self._rows: dict[int, dict[tuple[int, ...], int]] = {}  # of the draft, by slot and tokens of the path
         self._forwards: list[Forward] = []  # of the target's layers since the last draft
         self._offsets: list[int] = []  # of their rows: places after the last committed token
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
         super().open(slot, token, origin)
-        self._slots[slot] = _SlotDraft(token)
+        self._rows[slot] = {}
 
     def commit(self, slot: int, kept: CommittedTokens) -> None:
         super().commit(slot, kept)
-        self._slots[slot] = _SlotDraft(kept.tokens[-1])
-        if not any(state.rows for state in self._slots.values()):  # no sequence has a draft
+        self._rows[slot] = {}
+        if not any(self._rows.values()):  # no sequence has a draft
             self._forwards, self._offsets = [], []
 
     def close(self, slot: int) -> None:
         super().close(slot)
-        self._slots.pop(slot, None)
+        self._rows.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -218,11 +209,10 @@ class KangarooSession(LayerSession):
             states += self._read(slot, adapter)
         read = len(adapter)
         for number, (slot, row, node) in enumerate(expanded, len(self._offsets)):
-            state = self._slots[slot]
             if node < 0:
-                state.rows = {}
-            state.rows[tuple(ids[row][above] for above in path_to(parents[row], node))] = number
-            token = state.last if node < 0 else ids[row][node]
+                self._rows[slot] = {}
+            self._rows[slot][tuple(ids[row][above] for above in path_to(parents[row], node))] = number
+            token = self._last[slot] if node < 0 else ids[row][node]
             for packed in (shallow, adapter):
                 append_row(packed, slot, self.cache.length[slot], node, token, parents[row])
         forward = self._target.forward(shallow.build(), torch.empty(0, dtype=torch.int64), range(self._exit_layer))
@@ -235,9 +225,8 @@ class KangarooSession(LayerSession):
 
     def take_exits(self, slots: Sequence[int]) -> Sequence[Exits]:
         forwards, offsets, self._forwards, self._offsets = self._forwards, self._offsets, [], []
-        rows = [self._slots[slot].rows for slot in slots]
-        for slot in slots:
-            self._slots[slot].rows = {}
+        rows = [self._rows[slot] for slot in slots]
+        self._rows.update((slot, {}) for slot in slots)
         if not forwards:
             return ()
         states = torch.cat([forward.states for forward in forwards if forward.states is not None])

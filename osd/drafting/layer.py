@@ -106,10 +106,12 @@ class LayerSession(AutoregressiveSession, ABC):
         self._unread: dict[int, tuple[list[int], list[Tensor]]] = {}  # by slot, committed tokens and target states
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
+        super().open(slot, token, origin)
         self.cache.length[slot] = 0
         self._unread[slot] = ([], [])
 
     def commit(self, slot: int, kept: CommittedTokens) -> None:
+        super().commit(slot, kept)
         assert kept.hidden is not None  # noqa: S101  the engine taps the layers in ``needs``
         tokens, states = self._unread[slot]
         if states:  # the drafter was not called since: keep a copy, and not the rows of all sequences of that step
@@ -118,6 +120,7 @@ class LayerSession(AutoregressiveSession, ABC):
         states.append(kept.hidden)
 
     def close(self, slot: int) -> None:
+        super().close(slot)
         self._unread.pop(slot, None)
 
     def unread(self, slot: int) -> tuple[list[int], list[Tensor]]:

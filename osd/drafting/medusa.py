@@ -12,7 +12,6 @@ verification is lossless.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -92,15 +91,15 @@ class MedusaSession(AutoregressiveSession):
         self._heads, self._hidden = weights["bias"].shape
         self.levels = self._heads
         self._norm = deepcopy(norm).to(self.device)
-        self._last = torch.zeros(runtime.slots, self._hidden, device=self.device)  # states of the target's last layer
+        self._last_states = torch.zeros(runtime.slots, self._hidden, device=self.device)  # of the target's last layer
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # by slot: states and logits of all depths
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
-        self._last[slot] = 0.0
+        self._last_states[slot] = 0.0
 
     def commit(self, slot: int, kept: CommittedTokens) -> None:
         assert kept.hidden is not None  # noqa: S101  the engine taps the layer in ``needs``
-        self._last[slot] = kept.hidden[-1]
+        self._last_states[slot] = kept.hidden[-1]
 
     def close(self, slot: int) -> None:
         self._outputs.pop(slot, None)
@@ -126,10 +125,7 @@ class MedusaSession(AutoregressiveSession):
             return None
         _, logits = self._run(slots, max(limits))
         best = logits.argmax(-1)  # [B, levels]
-        sizes = to_device(limits, self.device)
-        if stop.below > 0:
-            sure = logits.gather(-1, best[..., None]).squeeze(-1) - logits.logsumexp(-1) >= math.log(stop.below)
-            sizes = sizes.minimum(1 + sure[:, :-1].cumprod(-1).sum(-1))
+        sizes = stop.sizes(to_device(limits, self.device), logits)
         draft = DraftBatch.chains(self.vector["draft_ids"][best], sizes, self.support)
         return WholeDraft(draft, logits, pending=self.bucketed)
 
@@ -140,7 +136,7 @@ class MedusaSession(AutoregressiveSession):
             The states [B, 1 + levels, hidden] of the target and of the blocks, and the logits [B, levels, draft
             vocabulary] of the heads.
         """
-        x = self._norm(self._last[to_device(slots, self.device)])
+        x = self._norm(self._last_states[to_device(slots, self.device)])
         blocks = self.linear["weight"](x).unflatten(-1, (-1, self._hidden))[:, :levels] + self.vector["bias"][:levels]
         states = torch.cat([x[:, None], x[:, None] + F.silu(blocks)], 1)
         return states, self.linear["head"](states[:, 1:])

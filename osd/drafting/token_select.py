@@ -17,7 +17,7 @@ from osd.config import TokenSelectSettings
 from osd.drafting.autoregressive import AutoregressiveSession
 from osd.drafting.base import Drafter, DrafterError, Needs, required
 from osd.drafting.rows import append_row
-from osd.drafting.session import ANONYMOUS, CommittedTokens, Origin, Runtime
+from osd.drafting.session import ANONYMOUS, Origin, Runtime
 from osd.drafting.shapes import check_sizes
 from osd.runtime.attention.selection import SelectionSizes, TokenSelection
 from osd.runtime.batch import RowBuilder
@@ -87,17 +87,10 @@ class TokenSelectSession(AutoregressiveSession):
         except ValueError as error:
             raise DrafterError(f"a token_select drafter needs a target with rotary positions, and {error}") from None
         self.selection = TokenSelection(sizes, inverse, attention_of(target.model)["heads"], target.cache)
-        self._last: dict[int, int] = {}
 
     def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
-        self._last[slot] = token
+        super().open(slot, token, origin)
         self.selection.forget(slot)
-
-    def commit(self, slot: int, kept: CommittedTokens) -> None:
-        self._last[slot] = kept.tokens[-1]
-
-    def close(self, slot: int) -> None:
-        self._last.pop(slot, None)
 
     @torch.inference_mode()
     def expand(self, slots: Sequence[int], builder: TreeBuilder, rows: Tensor, nodes: Tensor) -> Tensor:

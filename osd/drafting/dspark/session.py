@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 
@@ -14,7 +13,7 @@ from osd.drafting.autoregressive import WholeDraft
 from osd.drafting.graph_chains import ChainDraws
 from osd.drafting.growth import Stop
 from osd.drafting.layer import GATE_UP, QKV, LayerSession
-from osd.drafting.session import ANONYMOUS, CommittedTokens, Origin, Runtime
+from osd.drafting.session import Runtime
 from osd.drafting.shapes import DSparkShape, rotate
 from osd.runtime import attention
 from osd.runtime.attention import AttentionBackend
@@ -47,20 +46,10 @@ class DSparkSession(LayerSession):
         self._layers, self._mask, self.levels = layers, shape.mask, shape.block
         self._most = min(shape.block, runtime.scratch)  # places of a block that fit behind every sequence
         self._final_norm = deepcopy(norm).to(self.device)
-        self._last: dict[int, int] = {}  # last committed token of each slot
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # by slot: states and logits of all places
-
-    def open(self, slot: int, token: int, origin: Origin = ANONYMOUS) -> None:
-        super().open(slot, token, origin)
-        self._last[slot] = token
-
-    def commit(self, slot: int, kept: CommittedTokens) -> None:
-        super().commit(slot, kept)
-        self._last[slot] = kept.tokens[-1]
 
     def close(self, slot: int) -> None:
         super().close(slot)
-        self._last.pop(slot, None)
         self._blocks.pop(slot, None)
 
     @torch.inference_mode()
@@ -88,16 +77,14 @@ class DSparkSession(LayerSession):
         drafting = [index for index, limit in enumerate(limits) if limit]
         if stop.above is not None or not drafting:
             return None
-        chosen, sizes = [slots[index] for index in drafting], to_device([limits[i] for i in drafting], self.device)
+        chosen = [slots[index] for index in drafting]
         _, logits = self._run(chosen, max(limits))  # [D, levels, draft vocabulary]
         last, tokens = to_device([self._last[slot] for slot in chosen], self.device), list[Tensor]()
         for level in range(logits.shape[1]):
             logits[:, level] += self.linear["markov_out"](self.vector["markov_in"][last])
             last = self.vector["draft_ids"][logits[:, level].argmax(-1)]
             tokens.append(last)
-        if stop.below > 0:
-            sure = logits.amax(-1) - logits.logsumexp(-1) >= math.log(stop.below)
-            sizes = sizes.minimum(1 + sure[:, :-1].cumprod(-1).sum(-1))
+        sizes = stop.sizes(to_device([limits[index] for index in drafting], self.device), logits)
         drafted = torch.stack(tokens, 1)
         if len(drafting) < len(slots):
             places = to_device(drafting, self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,16 @@ class Stop:
 
     below: float = 0.0
     above: float | None = None
+
+    def sizes(self, limits: Tensor, logits: Tensor) -> Tensor:
+        """Return the sizes [B] of chains up to ``limits`` [B] by ``below``.
+
+        Level k of a chain is the most probable token of ``logits[:, k]`` [B, levels, draft vocabulary].
+        """
+        if self.below <= 0:
+            return limits
+        sure = logits.amax(-1) - logits.logsumexp(-1) >= math.log(self.below)
+        return limits.minimum(1 + sure[:, :-1].cumprod(-1).sum(-1))
 
 
 @dataclass(frozen=True)
