@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from osd.registry.upstream_metrics import CAPTURING
+from osd.vllm.repetition import repeat
 
 log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers only
 
@@ -21,7 +22,7 @@ class CaptureControl:
 
     def __init__(self, engine: Any) -> None:
         """Prepare the capture by the workers of ``engine``, vLLM's client of its engine."""
-        self._engine, self._failing = engine, False
+        self._engine = engine
         self._capturing = Gauge(CAPTURING, "Whether a worker captures traces.", multiprocess_mode="mostrecent")
         self._capturing.set(0)
         self._counters = {
@@ -46,16 +47,12 @@ class CaptureControl:
 
     async def run(self) -> None:
         """Read the counts of the workers until the task is cancelled."""
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            try:
-                for counts in await self._engine.collective_rpc("osd_capture_counts"):
-                    self._add(counts)
-                self._failing = False
-            except Exception as error:  # the engine is busy or gone: try again
-                if not self._failing:
-                    log.warning("the counts of capture are not read for now: %s", " ".join(str(error).split()))
-                self._failing = True
+        await asyncio.sleep(_POLL_SECONDS)
+        await repeat(self._read_counts, _POLL_SECONDS, "the counts of capture are not read")
+
+    async def _read_counts(self) -> None:
+        for counts in await self._engine.collective_rpc("osd_capture_counts"):
+            self._add(counts)
 
     def _add(self, counts: dict[str, int]) -> None:
         for key, number in counts.items():

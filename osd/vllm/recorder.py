@@ -175,8 +175,8 @@ class StepResult:
     target_ids: NDArray[Any]
     target_logp: NDArray[Any]
     target_tail: NDArray[Any]
-    states: NDArray[Any] | None
-    scale: NDArray[Any] | None
+    states: NDArray[Any] | None = None
+    scale: NDArray[Any] | None = None
 
 
 def _int32(values: NDArray[Any]) -> Any:
@@ -330,5 +330,5 @@ class Recorder:
         plan = CapturePlan(self.version, [], self._ended, [], none, none, none, none, none.astype(np.bool_), none, none)
         self._ended = []
         ids, half = np.zeros((0, self.k), np.int32), np.zeros(0, np.float16)
-        result = StepResult(none, none, none, none, ids, ids.astype(np.float16), half, None, None)
+        result = StepResult(none, none, none, none, ids, ids.astype(np.float16), half)
         self.put(plan.record(result))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import time
@@ -17,9 +16,8 @@ from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads, UpstreamReport
 from osd.registry.upstream_metrics import SERVERS, report_of
 from osd.scrape import Scrape, Span
 from osd.vllm.published import PublishedDrafter
+from osd.vllm.repetition import repeat
 from osd.vllm.settings import REDIS_URL, SettingsError, VllmSettings
-
-log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers only
 
 _PERIOD = 0.5
 _ENDED, _TRACES, _DROPPED = "vllm:request_success_total", "osd_capture_traces_total", "osd_capture_dropped_total"
@@ -86,20 +84,12 @@ class Reporting:
         # Several HTTP processes of one server have their metrics in common, and so report under one name.
         process = os.getppid() if _MULTIPROCESS in os.environ else os.getpid()
         self._name = f"vllm {socket.gethostname()}:{process}"
-        self._failing, self._steps = False, StepTotals()
+        self._steps = StepTotals()
 
     async def run(self) -> None:
         """Report until the task is cancelled; after an error try again."""
         with self._loads:
-            while True:
-                try:
-                    await asyncio.to_thread(self._report)
-                    self._failing = False
-                except Exception as error:  # Redis fails: try again
-                    if not self._failing:
-                        log.warning("this server is not reported for now: %s", " ".join(str(error).split()))
-                    self._failing = True
-                await asyncio.sleep(_PERIOD)
+            await repeat(lambda: asyncio.to_thread(self._report), _PERIOD, "this server is not reported")
 
     def _report(self) -> None:
         scrape, steps = read_metrics(), self._steps

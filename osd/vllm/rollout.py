@@ -11,6 +11,7 @@ from prometheus_client import Counter, Gauge
 
 from osd.registry.pointer_file import Rollout
 from osd.vllm.published import PublishedDrafter
+from osd.vllm.repetition import repeat
 from osd.vllm.settings import VllmSettings, tries_canaries
 
 log = logging.getLogger("vllm.osd")  # vLLM shows the lines of its own loggers only
@@ -38,21 +39,12 @@ class Follower:
         self._published = PublishedDrafter(settings, None if speculative is None else speculative.model)
         self._loaded = self._published.started
         self._refused: dict[int, float] = {}  # refused versions, and the time of the next attempt
-        self._failing = False
         self._version, self._rejected = _metrics()
         self._version.labels(self._published.domain).set(self._loaded)
 
     async def follow(self) -> None:
         """Run until the task is cancelled."""
-        while True:
-            try:
-                await self._update()
-                self._failing = False
-            except Exception as error:  # the registry or vLLM fails: try again in a second
-                if not self._failing:
-                    log.warning("draft weights are not updated for now: %s", " ".join(str(error).split()))
-                self._failing = True
-            await asyncio.sleep(_PERIOD)
+        await repeat(self._update, _PERIOD, "draft weights are not updated")
 
     async def _update(self) -> None:
         rollout = await asyncio.to_thread(self._published.rollout)

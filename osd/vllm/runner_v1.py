@@ -16,7 +16,7 @@ class _Step(NamedTuple):
 
     plan: CapturePlan
     starts: np.ndarray
-    copies: Arriving
+    copies: Arriving  # drafted tokens, the most probable tokens and states, as in ``StepResult``
 
 
 class SynchronousHooks:
@@ -70,23 +70,15 @@ class SynchronousHooks:
         return _Step(plan, starts, Arriving([drafted, top.ids, top.logp, top.tail, *states]))
 
     def _after_sampling(self, step: _Step, sampled: list[list[int]]) -> None:
-        plan = step.plan
-        tokens = [sampled[place] for place in plan.places] if sampled else [[] for _ in plan.places]
-        drafted, ids, logp, tail, *states = (copy.numpy() for copy in step.copies.wait())
-        self._recorder.finish(
-            plan,
-            StepResult(
-                starts=step.starts,
-                sampled=np.array([len(new) for new in tokens], np.int64),
-                tokens=np.fromiter(chain.from_iterable(tokens), np.int32),
-                drafted=drafted,
-                target_ids=ids,
-                target_logp=logp,
-                target_tail=tail,
-                states=states[0] if states else None,
-                scale=states[1] if len(states) > 1 else None,
-            ),
+        places = step.plan.places
+        tokens = [sampled[place] for place in places] if sampled else [[] for _ in places]
+        result = StepResult(
+            step.starts,
+            np.array([len(new) for new in tokens], np.int64),
+            np.fromiter(chain.from_iterable(tokens), np.int32),
+            *(copy.numpy() for copy in step.copies.wait()),
         )
+        self._recorder.finish(step.plan, result)
 
     def _remove(self) -> None:
         """Give the runner its own methods again."""

@@ -33,19 +33,10 @@ class PendingStep:
         with self._recorder.guard:
             if self._copies is None:
                 return
-            starts, tokens, drafted, ids, logp, tail, *states = (copy.numpy() for copy in self._copies.wait())
+            starts, tokens, *others = (copy.numpy() for copy in self._copies.wait())
             sampled = self._sampled[self._plan.places].astype(np.int64)
-            result = StepResult(
-                starts=starts,
-                sampled=sampled,
-                tokens=tokens[np.arange(tokens.shape[1]) < sampled[:, None]],
-                drafted=drafted,
-                target_ids=ids,
-                target_logp=logp,
-                target_tail=tail,
-                states=states[0] if states else None,
-                scale=states[1] if len(states) > 1 else None,
-            )
+            tokens = tokens[np.arange(tokens.shape[1]) < sampled[:, None]]
+            result = StepResult(starts, sampled, tokens, *others)
             self._recorder.finish(self._plan, result)
 
 
