@@ -22,6 +22,9 @@ _Kind = TypeVar("_Kind")
 MIN_BACKOFF, MAX_BACKOFF = 0.05, 2.0
 """Minimum and maximum pause after a failure, in seconds; each failure doubles the pause."""
 
+URL_FORMS = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
+"""Forms of the URL of a Redis, for error messages."""
+
 _SENTINEL_PORT = 26379
 
 

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
+
+from osd.capture.exchange import Exchange
+from osd.capture.trace import Trace
 
 
 class ClosedError(Exception):
     """Attempt to add a record to a closed queue."""
 
 
-class Record(Protocol):
-    """Record for the stream of its domain."""
-
-    @property
-    def request_id(self) -> str:
-        """Id of its request."""
-        ...
-
-    @property
-    def domain(self) -> str:
-        """Domain whose stream gets the record."""
-        ...
-
-    @property
-    def created(self) -> float:
-        """Time of creation, in seconds since the epoch."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate size in memory, in bytes."""
-        ...
-
-
-Kind = TypeVar("Kind", bound=Record)
+Kind = TypeVar("Kind", bound=Trace | Exchange)
 
 
 class Backlog(Generic[Kind]):

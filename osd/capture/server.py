@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import redis
 
 from osd.config import Settings
-from osd.redis_client import Backoff, connect
+from osd.redis_client import URL_FORMS, Backoff, connect
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +217,7 @@ def open_redis(settings: Settings) -> RedisHandle:
         client = connect(settings.redis_url, timeout=2.0)
     except ValueError:
         # The message of the parser may quote a part of the password.
-        expected = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
-        raise RedisSetupError(f"redis_url: not a Redis URL, expected {expected}") from None
+        raise RedisSetupError(f"redis_url: not a Redis URL, expected {URL_FORMS}") from None
     with client:
         address = public_url(settings.redis_url)
         try:

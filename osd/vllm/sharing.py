@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from osd.capture.purge import SHARED_TOKENS, Member, PurgeFollower, Purges, RemovedData
 from osd.recall.memory import ORDERS, Backend, Memory, Text
-from osd.redis_client import Backoff, connect
+from osd.redis_client import URL_FORMS, Backoff, connect
 from osd.vllm.settings import REDIS_URL, SettingsError
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ _READ = 16
 _STEP, _REST = 32, 0.001  # tokens learned at a time, which takes about 50 us, and the pause in seconds after them
 _ALL = (1 << 32) - 1  # later than every time of an entry
 _CLOCK_MARGIN = 60.0  # seconds by which the clocks of two machines may differ
-_EXPECTED = "redis://[:password@]host:port/db, rediss:// or redis+sentinel://host:port,host:port/service/db"
 
 
 @dataclass
@@ -126,7 +125,7 @@ class Sharing:
             self._client, purges = connect(url), Purges(url)
         except ValueError:
             # The message of the parser may quote a part of the password.
-            raise SettingsError(f"{REDIS_URL} is not a Redis URL; expected {_EXPECTED}") from None
+            raise SettingsError(f"{REDIS_URL} is not a Redis URL; expected {URL_FORMS}") from None
         self._name, self._writer = f"{SHARED_TOKENS}{model_hash}", secrets.token_hex(8).encode()
         self._stream, self._started = self._name, time.time()
         member = Member("replica", f"vllm-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}")
