@@ -56,7 +56,6 @@ class DSparkSettings(_Drafter):
 
     @property
     def depth_limit(self) -> tuple[str, int]:
-        """Setting that limits the path length, and the limit: the tokens of a block."""
         return "block", self.block
 
 
@@ -103,7 +102,6 @@ class MedusaSettings(_Drafter):
 
     @property
     def depth_limit(self) -> tuple[str, int]:
-        """Setting that limits the path length, and the limit: one token per head."""
         return "heads", self.heads
 
 
@@ -133,7 +131,6 @@ class PromptTokensSettings(_Drafter):
 
     @property
     def depth_limit(self) -> tuple[str, int]:
-        """Setting that limits the path length, and the limit: one token per prompt token."""
         return "tokens", self.tokens
 
 
@@ -212,7 +209,6 @@ class MixedSettings(_Drafter):
 
     @property
     def distilled(self) -> Any:
-        """Settings of the trained drafter."""
         return self.trained
 
 

@@ -53,17 +53,14 @@ class _DeepGrowth(_Growth):
 
     @property
     def depth_limit(self) -> tuple[str, int]:
-        """Setting that limits the path length, and the limit: the depth."""
         return "depth", self.depth
 
     @property
     def max_nodes(self) -> int:
-        """Size of the largest draft in tokens: one for each level."""
         return self.depth
 
     @property
     def lookahead(self) -> int:
-        """Draft depth at which drafters are evaluated: the maximum depth."""
         return self.depth
 
 
@@ -74,7 +71,6 @@ class _BudgetGrowth(_Growth):
 
     @property
     def max_nodes(self) -> int:
-        """Size of the largest draft in tokens: the budget."""
         return self.budget
 
 
@@ -156,7 +152,6 @@ class StaticTreeSettings(_DeepGrowth):
 
     @property
     def max_nodes(self) -> int:
-        """Size of the largest draft in tokens: the budget, or the full tree if that is smaller."""
         return _node_count([len(self.acceptance)] * self.depth, self.budget)
 
 
@@ -174,12 +169,10 @@ class SparseTreeSettings(_BudgetGrowth):
 
     @property
     def depth_limit(self) -> tuple[str, int]:
-        """Setting that limits the path length, and the limit: the depths of the table."""
         return "ranks", len(self.ranks)
 
     @property
     def max_nodes(self) -> int:
-        """Size of the largest draft in tokens: the budget, or the full tree if that is smaller."""
         return _node_count(map(len, self.ranks), self.budget)
 
 
@@ -192,7 +185,6 @@ class TopKTreeSettings(_DeepGrowth):
 
     @property
     def max_nodes(self) -> int:
-        """Size of the largest draft in tokens: the budget."""
         return self.budget
 
 

@@ -29,19 +29,15 @@ class LocalStorage(Storage):
         """Do nothing: folders are created on demand."""
 
     def names(self) -> list[str]:
-        """Return the names of the files and folders directly below the root."""
         return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
 
     def address(self, name: str) -> str:
-        """Return the path of a file."""
         return str(self.local / name)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
         return (self.local / name).read_bytes()
 
     def replace(self, name: str, data: bytes, guard: AbstractContextManager[None] | None = None) -> None:
-        """Write a file atomically; enter ``guard`` while the new file becomes visible."""
         files.replace(self.local / name, data, guard=guard)
 
     def swap(self, name: str, before: bytes | None, data: bytes) -> bool:
@@ -50,7 +46,6 @@ class LocalStorage(Storage):
         return True
 
     def remove(self, name: str) -> None:
-        """Delete a file if it exists."""
         (self.local / name).unlink(missing_ok=True)
 
     def locked(self, domain: str) -> AbstractContextManager[None]:
@@ -58,11 +53,9 @@ class LocalStorage(Storage):
         return files.locked(self.local / f".{domain}.lock")
 
     def numbers(self, domain: str) -> list[int]:
-        """Return the numbers of the domain's versions in ascending order."""
         return numbers_in(self.local / domain)
 
     def has(self, domain: str, number: int) -> bool:
-        """Return whether a version exists."""
         return self._version(domain, number).is_dir()
 
     def read_version(self, domain: str, number: int, file: str, sha256: object = None) -> bytes:

@@ -82,25 +82,20 @@ class ObjectStorage(Storage):
         self.names()
 
     def names(self) -> list[str]:
-        """Return the names of the files and folders directly below the root."""
         files, folders = self._list("")
         return files + folders
 
     def address(self, name: str) -> str:
-        """Return the URL of a file."""
         return f"s3://{self._bucket}/{self._prefix}{name}"
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
         return self._get(name)[0]
 
     def replace(self, name: str, data: bytes, guard: AbstractContextManager[None] | None = None) -> None:
-        """Write a file; enter ``guard`` around the write."""
         with guard or nullcontext():
             self._put(name, data)
 
     def swap(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """Write a file if its content is still ``before``; return whether it was written."""
         if before is None:
             return self._put(name, data, IfNoneMatch="*") is not None
         try:
@@ -110,7 +105,6 @@ class ObjectStorage(Storage):
         return current == before and self._put(name, data, IfMatch=answer["ETag"]) is not None
 
     def remove(self, name: str) -> None:
-        """Delete a file if it exists."""
         self._call("delete_object", name)
 
     @contextlib.contextmanager
@@ -133,12 +127,10 @@ class ObjectStorage(Storage):
                 self._put(name, _FREE, IfMatch=tag)
 
     def numbers(self, domain: str) -> list[int]:
-        """Return the numbers of the domain's versions in ascending order."""
         _, folders = self._list(f"{domain}/")
         return sorted(number for name in folders if (number := version_number(name)) is not None)
 
     def has(self, domain: str, number: int) -> bool:
-        """Return whether a version exists."""
         try:
             self._call("head_object", _manifest_name(domain, number))
         except FileNotFoundError:
