@@ -13,9 +13,10 @@ from redis.exceptions import RedisError
 from osd import files
 from osd.capture.server import RedisSetupError, RedisSupervisor, open_redis, public_url
 from osd.config import ConfigError, Settings
-from osd.running import lock
+from osd.running import find, lock
 from osd.sealed import discard_secrets
 from osd.target.files import TargetError
+from osd.target.load import check_local
 
 
 class StartError(RuntimeError):
@@ -51,6 +52,7 @@ class Assembly(ABC):
             ConfigError: settings contradict each other, or do not fit the target.
         """
         try:
+            check_local(self.settings.target.source)
             self._start()
         except BaseException as error:
             self.stop()
@@ -82,17 +84,21 @@ class Assembly(ABC):
     def _start(self) -> None:
         """Start the parts."""
 
-    def _open(self) -> None:
-        """Lock the home directory, and connect to Redis or start it."""
+    def _lock(self) -> None:
+        """Make the home directory and lock it."""
         home = self.settings.home_dir
         try:
             files.make_directory(home)
             self._ends.enter_context(lock(home))
         except filelock.Timeout:
-            raise StartError(f"osd already runs in {home}; stop it, or set another home") from None
+            address = f" at {running.url}" if (running := find(home)) and running.url else ""
+            raise StartError(f"osd already runs in {home}{address}; stop it, or set another home") from None
         except OSError as error:
             reason = f"home {home} cannot be written: {error.strerror}"
             raise StartError(f"{reason}; set home to a folder of this user") from error
+
+    def _open(self) -> None:
+        """Connect to Redis or start it."""
         self._ends.callback(discard_secrets, self.settings)
         self._report("starting Redis")
         handle = open_redis(self.settings)

@@ -89,6 +89,7 @@ class Embedded(Assembly):
 
     def _start(self) -> None:
         settings = self.settings
+        self._lock()
         check_port(settings.serving.host, settings.serving.port)
         check_token_mode()
         check_exposure(settings)
@@ -175,7 +176,9 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise StartError(f"serving.port {port} is in use on {host}; set another one") from None
+            raise StartError(
+                f"serving.port {port} is in use on {host}; set another one, for example --port {port % 65535 + 1}"
+            ) from None
         raise StartError(f"serving.host {host}, serving.port {port}: {error.strerror}") from None
 
 

@@ -52,6 +52,7 @@ class Learning(Assembly):
 
         serving = settings.serving
         check_exposure(settings, needs_key=serving.api_key is not None or serving.keys_file is not None)
+        self._lock()
         self._open()
         self._report("reading the target")
         from deploy.preparation import prepare

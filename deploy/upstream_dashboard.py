@@ -15,7 +15,6 @@ from osd.target.context import context_of
 from osd.target.model import load_config
 from serving.dashboard.upstream_service import UpstreamService, create_dashboard
 from serving.metrics.report import TracedDrafts
-from serving.replica.replica import model_id
 from serving.served_model import ServedModel
 
 _DRAIN_SECONDS, _END_SECONDS = 1, 5.0
@@ -42,7 +41,7 @@ class UpstreamDashboard:
         """
         tap, vocabulary = settings.tap, load_config(directory).vocab_size
         model = ServedModel(
-            model_id(settings), settings.target.source, context_of(settings, directory), vocabulary, int(time.time())
+            settings.model_id, settings.target.source, context_of(settings, directory), vocabulary, int(time.time())
         )
         with ExitStack() as ends:
             try:

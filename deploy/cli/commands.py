@@ -94,7 +94,7 @@ def up(
                 "the service answers at %s", service.url, extra={"event": "started", "fields": {"url": service.url}}
             )
             console.print(f"OpenAI API  {service.url}/v1\nDashboard   {service.url}/dashboard")
-            console.print(f"Metrics     {service.url}/metrics")
+            console.print(f"Metrics     {service.url}/metrics\nModel       {settings.model_id}", soft_wrap=True)
             if settings.engine.kind == "osd":
                 from osd.target.context import describe_context
 

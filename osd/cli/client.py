@@ -9,15 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from osd.addresses import uses_proxies
-from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
+from osd.cli.common import (
+    ConfigFile,
+    MaxTokens,
+    Overrides,
+    Temperature,
+    Url,
+    address_of,
+    fail,
+    key_of,
+    settings_of,
+    unreachable,
+)
 from osd.cli.exit_codes import FAILURE
 from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
     import httpx2
     from rich.console import Console
-
-    from osd.traffic.open_loop import Tally
 
 
 def replay(
@@ -40,7 +49,7 @@ def replay(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from osd.traffic import load
-    from osd.traffic.open_loop import Load, replay
+    from osd.traffic.open_loop import Load, Tally, replay
     from osd.traffic.prompt import TrafficError
 
     try:
@@ -51,7 +60,7 @@ def replay(
     plan = Load(rate, duration, limit, max_tokens, temperature, seed)
     by_time = len(prompts) if duration is None else max(1, round(rate * duration))
     total = by_time if limit is None else limit
-    console = Console(stderr=True, highlight=False)
+    console, tally = Console(stderr=True, highlight=False), Tally()
     columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
     with stop_signals(), Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total)
@@ -60,8 +69,11 @@ def replay(
             text = f"{tally.sent} sent, {tally.finished} finished, {tally.failed} failed, {tally.tokens} tokens"
             progress.update(task, completed=tally.finished + tally.failed, description=text)
 
-        tally = asyncio.run(replay(prompts, address, plan, api_key=key_of(settings), on_change=show))
-    typer.echo(json.dumps(tally.figures()))
+        try:
+            asyncio.run(replay(prompts, address, plan, tally, api_key=key_of(settings), on_change=show))
+        finally:
+            progress.stop()
+            typer.echo(json.dumps(tally.figures()))
     for error, count in tally.errors.most_common(5):
         typer.echo(f"osd: {count} failed: {error}", err=True)
     if tally.failed:
@@ -92,6 +104,10 @@ def chat(
             trust_env=uses_proxies(address),
         ) as http,
     ):
+        try:
+            http.get("/health")
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            unreachable(settings, address, error)
         while text := _line(console):
             messages.append({"role": "user", "content": text})
             body = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature, "stream": True}
@@ -101,7 +117,7 @@ def chat(
                     answer += piece
                     console.print(piece, end="", markup=False)
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                fail(f"{address}: {error}", FAILURE)
+                unreachable(settings, address, error)
             console.print()
             messages.append({"role": "assistant", "content": answer})
 

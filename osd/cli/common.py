@@ -124,6 +124,18 @@ def address_of(settings: Settings, url: str | None) -> str:
     return running.url if running and running.url else f"http://{settings.serving.host}:{settings.serving.port}"
 
 
+def unreachable(settings: Settings, address: str, reason: object) -> NoReturn:
+    """Exit with a line about a service that does not answer for a ``reason``."""
+    import httpx2
+
+    from osd.running import find
+
+    advice = ""
+    if isinstance(reason, httpx2.ConnectError) and find(settings.home_dir) is None:
+        advice = f"; no service runs in {settings.home_dir}: start osd up, or set OSD_HOME or --url"
+    fail(f"{address}: {reason}{advice}", FAILURE)
+
+
 def key_of(settings: Settings) -> str | None:
     """Return the API key of the service; None without a key."""
     return settings.serving.api_key.get_secret_value() if settings.serving.api_key else None

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from osd.addresses import uses_proxies
-from osd.cli.common import AsJson, ConfigFile, Overrides, Url, address_of, fail, key_of, settings_of
-from osd.cli.exit_codes import FAILURE
+from osd.cli.common import AsJson, ConfigFile, Overrides, Url, address_of, key_of, settings_of, unreachable
 from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -56,10 +55,10 @@ def top(
     headers = {"Authorization": f"Bearer {key}"} if (key := key_of(settings)) else {}
     trusts = uses_proxies(address)
     with stop_signals(), httpx2.Client(base_url=address, headers=headers, timeout=10, trust_env=trusts) as http:
-        scrapes = deque([_scrape(http, address)])
+        scrapes = deque([_scrape(http, address, settings)])
         while once or as_json:
             time.sleep(interval)
-            span = _span(scrapes, _scrape(http, address))
+            span = _span(scrapes, _scrape(http, address, settings))
             if as_json:
                 typer.echo(json.dumps(figures(span)))
             else:
@@ -69,7 +68,7 @@ def top(
         with Live(refresh_per_second=4, screen=True) as live:
             while True:
                 time.sleep(interval)
-                live.update(_view(address, _span(scrapes, _scrape(http, address))))
+                live.update(_view(address, _span(scrapes, _scrape(http, address, settings))))
 
 
 def _address(settings: Settings, url: str | None) -> str:
@@ -82,7 +81,7 @@ def _address(settings: Settings, url: str | None) -> str:
     return address_of(settings, url)
 
 
-def _scrape(http: httpx2.Client, address: str) -> Scrape:
+def _scrape(http: httpx2.Client, address: str, settings: Settings) -> Scrape:
     import httpx2
 
     from osd.scrape import Scrape
@@ -92,7 +91,7 @@ def _scrape(http: httpx2.Client, address: str) -> Scrape:
         answer.raise_for_status()
         return Scrape.of(answer.text, time.monotonic())
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-        fail(f"{address}/metrics: {error}", FAILURE)
+        unreachable(settings, f"{address}/metrics", error)
 
 
 def _span(scrapes: deque[Scrape], now: Scrape) -> Span:
@@ -193,7 +192,7 @@ def _speedup(span: Span) -> str:
     bounds = {bound: value for (bound,), value in now.by("osd_speedup", "bound").items()}
     if "estimate" not in bounds:
         return "not measured yet"
-    range_ = f" ({bounds['low']:.2f} to {bounds['high']:.2f})" if "low" in bounds else ""
+    range_ = f" ({bounds['low']:.2f} to {bounds['high']:.2f})" if "low" in bounds else " (interval not known yet)"
     busy = now.sum("osd_busy_seconds_total")
     price = now.sum("osd_measuring_seconds_total") / busy if busy else 0.0
     off = f", drafting is off in {guarded:.0f} replicas" if (guarded := now.sum("osd_guarded_replicas")) else ""

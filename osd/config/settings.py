@@ -549,6 +549,12 @@ class Settings(Section):
         return self.growth.governed and self.economy.measure > 0
 
     @property
+    def model_id(self) -> str:
+        """Name that clients request: ``serving.model_name``, or the last part of the target's source."""
+        source = self.target.source.removeprefix("pypi:").rstrip("/")
+        return self.serving.model_name or source.rpartition("/")[2].removesuffix(".gguf")
+
+    @property
     def recalls(self) -> bool:
         """Whether the drafter includes recall."""
         return hasattr(self.drafter, "recall")

@@ -102,6 +102,20 @@ def resolve(
     return directory
 
 
+def check_local(source: str) -> None:
+    """Refuse a missing or incomplete target on this machine at once, before slow packages are imported.
+
+    Raises:
+        TargetError: there is no such directory or file, or the directory lacks a file.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        check_files(path.absolute(), source, runs_here=False)
+    elif not path.is_file() and source.startswith((".", "/", "~")):
+        kind = "file" if path.suffix == ".gguf" else "directory"
+        raise TargetError(f"target.source: there is no {kind} {path}")
+
+
 def target_directory(settings: Settings, report: Report = lambda step: None, runs_here: bool | None = None) -> Path:
     """Return the directory of the configured target, as ``resolve`` does.
 
@@ -307,7 +321,8 @@ def _from_hub(source: str, revision: str | None, report: Report, files: Sequence
                 "or run `hf auth login`"
             ) from None
         raise TargetError(
-            f"target.source: cannot reach the hub for {source}; check the network, or name a model on this machine"
+            f"target.source: cannot reach the hub for {source}; check the network, or name a model on this machine, "
+            "a folder with a slash: ./folder"
         ) from error
 
 

@@ -108,7 +108,7 @@ class Replica(Monitored):
             name, self.engine, self._writer, self._watchers, uptake, self._loads, self._control, self._push
         )
         self.model = ServedModel(
-            id=model_id(settings),
+            id=settings.model_id,
             root=settings.target.source,
             context=context_of(settings, directory),
             vocabulary=self.engine.target.vocab_size,
@@ -233,9 +233,3 @@ class Replica(Monitored):
             if part is not None:
                 part.close()
         super().close()
-
-
-def model_id(settings: Settings) -> str:
-    """Return the name that clients request: ``serving.model_name``, or the last part of the target's source."""
-    source = settings.target.source.removeprefix("pypi:").rstrip("/")
-    return settings.serving.model_name or source.rpartition("/")[2].removesuffix(".gguf")

@@ -54,7 +54,6 @@ class VllmServer:
         # Imported here, because the driver that builds the application does not have vLLM.
         from osd.target.load import target_directory
         from serving.http.running_requests import RunningRequests
-        from serving.replica.replica import model_id
         from serving.served_model import ServedModel
         from serving.vllm import clients
         from serving.vllm.engine import start
@@ -65,7 +64,7 @@ class VllmServer:
         for variable in inherited(os.environ):
             del os.environ[variable]
         os.environ.update(variables(settings, redis_url, tries_canaries(settings, context.rank.rank)))
-        model = model_id(settings)
+        model = settings.model_id
         self._vllm = await start(settings, model, target_directory(settings), stable_exports(settings))
         served = ServedModel(model, settings.target.source, self._vllm.context, self._vllm.vocabulary, int(time.time()))
         self._service = VllmService(settings, redis_url, name, served, self._vllm.engine, RayMetrics())

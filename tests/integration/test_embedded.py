@@ -55,9 +55,10 @@ def test_up_serves_and_ends_all_its_processes(loop, eventually):
     assert "yes, pinned" in run_cli("drafters", "list", home=home).stdout
     assert "the trainer may replace it" in run_cli("drafters", "unpin", home=home).stdout
     assert "is not pinned" in refusal(run_cli("drafters", "unpin", home=home))
-    assert "already runs" in refusal(run_cli("up", "--set", f"serving.port={free_port()}", home=home))
+    already = refusal(run_cli("up", "--set", f"serving.port={free_port()}", home=home))
+    assert f"already runs in {home} at http://127.0.0.1:{port}; stop it" in already
     in_use = refusal(run_cli("up", "--set", f"serving.port={port}", home=home / "other"))
-    assert f"serving.port {port} is in use" in in_use
+    assert f"serving.port {port} is in use on 127.0.0.1; set another one, for example --port {port + 1}" in in_use
 
     assert (home / "secrets.json").exists()  # with the password of Redis
     processes = family(process.pid)

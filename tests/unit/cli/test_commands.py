@@ -157,7 +157,28 @@ def test_replay_counts_failures_and_exits_1(tmp_path):
 def test_chat_without_a_service_prints_one_line():
     result = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:1"], input="hello\n")
     assert result.exit_code == 1
+    assert result.stdout == ""
     assert "http://127.0.0.1:1" in result.stderr
+    assert "start osd up, or set OSD_HOME or --url" in result.stderr
+
+
+@pytest.mark.parametrize(("source", "problem"), [("./none", "directory none"), ("./none.gguf", "file none.gguf")])
+def test_up_without_its_local_target_touches_nothing(tmp_path, monkeypatch, source, problem):
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "home"
+    assert refusal(run_cli("up", source, home=home)) == f"osd: target.source: there is no {problem}\n"
+    assert not home.exists()
+
+
+def test_interrupted_replay_prints_what_was_sent(monkeypatch):
+    async def interrupted(prompts, address, plan, tally, **options):
+        tally.sent = 3
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("osd.traffic.open_loop.replay", interrupted)
+    result = run_cli("replay", "unittest", "--rate", 1, "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["sent"] == 3
 
 
 def test_demo_refuses_incompatible_settings(tmp_path):

