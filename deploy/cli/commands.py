@@ -432,7 +432,9 @@ def _console(settings: Settings, command: str) -> Console:
 
 def _start(kind: Callable[..., _Assembly], settings: Settings, console: Console) -> _Assembly:
     with console.status("starting ...") as status:
-        running = kind(settings, lambda step: status.update(f"{step} ..."))
+        # Without a terminal there is no status line.
+        show = status.update if console.is_terminal else console.print
+        running = kind(settings, lambda step: show(f"{step} ..."))
         running.start()
     return running
 
@@ -455,6 +457,8 @@ def _follow(running: Embedded | Learning, console: Console, news: Callable[[], I
                     reason = f": {event['reason']}" if event.get("reason") else ""
                     owner = "" if event["domain"] == running.settings.domain else f" of {event['domain']}"
                     line = f"version {event['version']}{owner} {event['kind'].replace('_', ' ')}{reason}"
+                    if event["kind"] == "rolled_back":
+                        line = f"rolled back from version {event.get('previous')} to {event['version']}{owner}{reason}"
                     _tell(console, line, event["time"])
                 seen = recent
             time.sleep(1)

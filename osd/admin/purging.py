@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -43,6 +43,11 @@ class PurgeResult:
     learning: list[str]
     versions: dict[str, list[int]]
     absent: list[str]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a stream, a trainer or a version had a record of the request; entries of recall name no request."""
+        return bool(self.streamed or self.remembered or self.learning or self.versions)
 
 
 def purge_request(settings: Settings, redis_url: str | None, actor: Actor, request: str) -> PurgeResult:
@@ -91,7 +96,7 @@ def _purge(settings: Settings, redis_url: str | None, request: str) -> PurgeResu
         raise UnavailableError(
             f"{names} did not answer, and will forget request {request} as soon as it can; ask again"
         )
-    if replace(result, absent=[]) == PurgeResult(0, 0, 0, [], {}, []):
+    if not (result.is_known or result.entries):
         places = "in a stream, in a trainer's memory or in the training data of a version"
         unknown = "".join(f"; the {member} is absent and has not answered" for member in result.absent)
         raise NotFoundError(f"there is no request {request} {places}{unknown}")

@@ -40,7 +40,9 @@ def audit(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("time", "who", "from", "action", "about", "outcome")
+    table = Table(box=None)
+    for name in ("time", "who", "from", "action", "about", "outcome"):
+        table.add_column(name, overflow="fold")
     for entry in entries:
         subject = [str(entry[name]) for name in ("domain", "version", "request") if name in entry]
         cells = [entry["time"], entry["who"], entry["from"], entry["action"], " ".join(subject), entry["outcome"]]

@@ -91,7 +91,11 @@ def rollback(
     """
     with _rollouts(config, overrides, domain) as (rollouts, actor, name):
         moved = rollouts.rollback(actor, name, version)
-    _print_move(moved, as_json, f"version {moved.version} is in service; the previous version was {moved.previous}")
+    kept = (
+        "it stays pinned" if moved.pinned else f"the trainer may replace it; osd drafters pin {moved.version} keeps it"
+    )
+    sentence = f"version {moved.version} is in service; the previous version was {moved.previous}; {kept}"
+    _print_move(moved, as_json, sentence)
 
 
 @app.command()

@@ -74,12 +74,11 @@ def purge(
     if as_json:
         typer.echo(json.dumps({"request": request, **asdict(removed)}))
         return
-    typer.echo(
-        f"{request}: {removed.streamed} records removed from the streams, "
-        f"{removed.remembered} from the memory of trainers"
-    )
-    typer.echo(f"{removed.entries} entries that may contain it removed from recall")
-    typer.echo("checkpoints contain weights and no records")
+    if not removed.is_known:
+        typer.echo(f"no record of {request} was found: check the id")
+    records = f"{removed.streamed} record{'s' * (removed.streamed != 1)} removed from the streams"
+    typer.echo(f"{request}: {records}, {removed.remembered} from the memory of trainers")
+    typer.echo(f"{removed.entries} entries that may contain it removed from recall, some of them of other requests")
     for domain in removed.learning:
         typer.echo(f"the drafter in training of {domain} has learned from it, and so will its next version")
     for domain, numbers in removed.versions.items():

@@ -170,7 +170,7 @@ class Registry:
         name = f"{domain}/{number}"
         if any(version.number == number for version in self.removed(domain)):
             raise VersionError(f"{name}: removed; only the newest versions stay on disk (registry.keep)")
-        raise VersionError(f"{name}: no such drafter version")
+        raise VersionError(f"there is no drafter version {name}")
 
     def _load(self, domain: str, number: int) -> Version:
         name = f"{domain}/{number}"

@@ -102,12 +102,10 @@ class KeyGuard:
             return ApiError(403, message, code="forbidden")
         if caller.key is not None:
             return ApiError(403, _FORBIDDEN[right], code="forbidden")
-        return ApiError(
-            401,
-            "This server needs its API key as 'Authorization: Bearer KEY'.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        message = "This server needs its API key as 'Authorization: Bearer KEY'."
+        if right == "administer":
+            message = message.replace("API", "admin")
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 class BudgetGuard:

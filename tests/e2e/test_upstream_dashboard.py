@@ -119,7 +119,9 @@ def test_traced_requests_show_acceptance_by_version_and_position(world, browser)
 
 def test_admin_routes_of_the_tap_need_the_key(world):
     with httpx2.Client(base_url=world.url.removesuffix("/dashboard")) as client:
-        assert client.post("/admin/drafters/pin", json={}).status_code == 401
+        locked = client.post("/admin/drafters/pin", json={})
+        assert locked.status_code == 401
+        assert "needs its admin key" in locked.json()["error"]["message"]
         key = {"authorization": f"Bearer {ADMIN_KEY}"}
         assert client.post("/admin/drafters/pin", json={"version": 2}, headers=key).status_code == 200
         versions = client.get("/dashboard/versions").json()

@@ -92,7 +92,7 @@ def test_versions_of_every_domain_are_listed(http):
 @pytest.mark.parametrize(
     ("action", "body", "status", "message"),
     [
-        ("rollback", {"version": 9}, 404, "general/9: no such drafter version."),
+        ("rollback", {"version": 9}, 404, "There is no drafter version general/9."),
         ("pin", {"domain": "sql"}, 404, "Domain sql has no version in service."),
         ("promote", {}, 409, "Domain general has no canary; version 2 is in service."),
         ("unpin", {}, 409, "Version 2 of general is not pinned."),

@@ -49,8 +49,9 @@ def test_up_serves_and_ends_all_its_processes(loop, eventually):
     assert listing.exit_code == 0
     assert "general" in listing.stdout
     assert "yes" in listing.stdout
-    assert "no such drafter version" in refusal(run_cli("drafters", "rollback", 7, home=home))
+    assert "there is no drafter version general/7" in refusal(run_cli("drafters", "rollback", 7, home=home))
     assert "has no canary" in refusal(run_cli("drafters", "promote", home=home))
+    assert "osd drafters pin 1 keeps it" in run_cli("drafters", "rollback", 1, home=home).stdout
     assert "version 1 stays in service until" in run_cli("drafters", "pin", home=home).stdout
     assert "yes, pinned" in run_cli("drafters", "list", home=home).stdout
     assert "the trainer may replace it" in run_cli("drafters", "unpin", home=home).stdout

@@ -141,7 +141,7 @@ def test_purge_removes_a_request_and_names_its_versions(make_loop, eventually, r
     name = next(iter(worker.intake.replay.record_keys("train")))[0]
     before = redis_client.xlen("osd:traces:domain:general")
     output = purge(loop, name)
-    assert f"{name}: 1 records removed from the streams, 1 from the memory of trainers" in output
+    assert f"{name}: 1 record removed from the streams, 1 from the memory of trainers" in output
     assert "versions of general that have learned from it: 2" in output
     assert redis_client.xlen("osd:traces:domain:general") == before - 1
     assert name not in memory(worker)
@@ -288,9 +288,10 @@ def test_purge_waits_for_the_heartbeat_after_a_clock_jump(silent_loop, redis_cli
     begun = threading.Event()
     with background(live, over.set):
         begun.wait()
-        output = purge(silent_loop, "request-0")
+        output = purge(silent_loop, "request-unknown")
     assert "absent" not in output
     assert "7 entries that may contain it" in output
+    assert "no record of request-unknown was found: check the id" in output
 
 
 def test_request_can_be_purged_again(make_loop, eventually, monkeypatch):

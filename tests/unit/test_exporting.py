@@ -84,7 +84,7 @@ def test_failed_export_is_reported_and_repeated_a_minute_later(setup, monkeypatc
     exports.look()
     assert setup.messages[1:] == [
         "version 2 is exported, and the command has run",
-        "general/9: no such drafter version; trying again in 60 s",
+        "there is no drafter version general/9; trying again in 60 s",
     ]
 
 

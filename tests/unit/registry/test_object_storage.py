@@ -87,7 +87,7 @@ def test_published_version_is_listed_and_loaded_on_every_node(registry: Registry
     assert other.domains() == ["general"]
     assert [(info.number, info.manifest["parent"]) for info in other.list("general")] == [(1, None), (2, 1)]
     assert [value(other, 1), value(other, 2)] == [1.0, 2.0]
-    with pytest.raises(VersionError, match=r"^general/3: no such drafter version$"):
+    with pytest.raises(VersionError, match=r"^there is no drafter version general/3$"):
         other.load("general", 3)
 
 

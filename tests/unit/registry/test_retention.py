@@ -148,7 +148,7 @@ def test_load_of_a_removed_version_names_the_removal(four):
     prune(four, 1)
     with pytest.raises(VersionError, match=r"^general/1: removed; only the newest versions stay on disk"):
         four.load("general", 1)
-    with pytest.raises(VersionError, match=r"^general/9: no such drafter version$"):
+    with pytest.raises(VersionError, match=r"^there is no drafter version general/9$"):
         four.load("general", 9)
 
 
