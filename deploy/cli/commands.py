@@ -432,9 +432,7 @@ def _console(settings: Settings, command: str) -> Console:
 
 def _start(kind: Callable[..., _Assembly], settings: Settings, console: Console) -> _Assembly:
     with console.status("starting ...") as status:
-        # Without a terminal there is no status line.
-        show = status.update if console.is_terminal else console.print
-        running = kind(settings, lambda step: show(f"{step} ..."))
+        running = kind(settings, lambda step: status.update(f"{step} ..."))
         running.start()
     return running
 

@@ -43,7 +43,7 @@ def test_up_serves_and_ends_all_its_processes(loop, eventually):
     talk = run_cli("chat", "--max-tokens", 8, home=home, typed="hello\n\n")
     assert (talk.exit_code, talk.stderr) == (0, "")
     assert len(talk.stdout) > len("> > ")
-    assert f"http://127.0.0.1:{port}" in run_cli("top", "--once", "--interval", 0.1, home=home).stdout
+    assert f"http://127.0.0.1:{port}" in run_cli("top", "--once", "--interval", 0.2, home=home).stdout
 
     listing = run_cli("drafters", "list", home=home)
     assert listing.exit_code == 0
