@@ -454,7 +454,8 @@ def _follow(running: Embedded | Learning, console: Console, news: Callable[[], I
                 for event in () if seen is None else (event for event in recent if event not in seen):
                     reason = f": {event['reason']}" if event.get("reason") else ""
                     owner = "" if event["domain"] == running.settings.domain else f" of {event['domain']}"
-                    line = f"version {event['version']}{owner} {event['kind'].replace('_', ' ')}{reason}"
+                    subject = "candidate" if event["version"] is None else f"version {event['version']}"
+                    line = f"{subject}{owner} {event['kind'].replace('_', ' ')}{reason}"
                     if event["kind"] == "rolled_back":
                         line = f"rolled back from version {event.get('previous')} to {event['version']}{owner}{reason}"
                     _tell(console, line, event["time"])

@@ -165,6 +165,10 @@ def export_version(
         typer.echo(f"osd: {exported.problem}", err=True)
     else:
         typer.echo(f"vllm serve {exported.target} --speculative-config '{json.dumps(exported.speculative)}'")
+        typer.echo(
+            f"to load later versions, set OSD_VLLM_REGISTRY={settings.registry.url or settings.registry_dir} and add "
+            "--worker-extension-cls osd.vllm.worker.Osd --middleware osd.vllm.middleware.OsdMiddleware"
+        )
 
 
 @app.command("follow")

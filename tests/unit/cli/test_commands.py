@@ -245,7 +245,9 @@ def test_export_prints_the_vllm_command(tiny_target: Path, tmp_path: Path):
     exported = run_cli("drafters", "export", "1", *options, home=tmp_path / "home")
     assert exported.exit_code == 0, exported.stderr
     assert exported.stdout.startswith("version 1 of code is in ")
-    command, _, speculative = exported.stdout.splitlines()[1].partition(" --speculative-config ")
+    _, serve, follow = exported.stdout.splitlines()
+    assert f"OSD_VLLM_REGISTRY={tmp_path / 'home' / 'registry'} and add --worker-extension-cls" in follow
+    command, _, speculative = serve.partition(" --speculative-config ")
     assert command == f"vllm serve {tiny_target}"
     assert json.loads(speculative.strip("'")) == {"model": str(out), "method": "eagle3", "num_speculative_tokens": 3}
     assert json.loads((out / "osd.json").read_text())["drafter"]["taps"] == list(drafter.shape.taps)
