@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from osd.recall.backends import ENTRY_BYTES, backend
 from osd.recall.memory import ORDERS, DraftQuery
 from osd.runtime.native import quick_kernels
+from osd.vllm.cpu_sampling import correct_sampling
 from osd.vllm.request_tracker import LEAST_ROOM, RequestTracker, least_bytes
 from osd.vllm.settings import MEGABYTES, REDIS_URL, SettingsError, VllmSettings
 
@@ -38,6 +39,7 @@ class RecallProposer:
             SettingsError: a setting is invalid.
             MemoryError: there is not enough memory for the table.
         """
+        correct_sampling()
         settings = VllmSettings.from_environment()
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from osd.vllm.capture import Capture
+from osd.vllm.cpu_sampling import correct_sampling
 from osd.vllm.draft_weights import DraftWeights
+
+correct_sampling()  # the worker imports this module before it decodes
 
 
 class Osd(DraftWeights, Capture):

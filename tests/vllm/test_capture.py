@@ -131,6 +131,25 @@ def test_traces_equal_a_float32_pass_of_transformers(captured):
     assert worst.states <= 0.003
 
 
+def test_sampled_tokens_are_as_probable_as_draws_from_the_target(captured):
+    """The sum of their log-probabilities is within four standard deviations of its expectation."""
+    model = AutoModelForCausalLM.from_pretrained(captured.world.target, dtype=torch.float32).eval()
+    excess, variance = 0.0, 0.0
+    for answer in captured.traffic.answers.values():
+        temperature = answer.body["temperature"]
+        if temperature == 0 or "presence_penalty" in answer.body:
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([answer.prompt + answer.tokens])).logits[0, len(answer.prompt) - 1 : -1]
+        logp = (logits / temperature).log_softmax(-1)
+        mean = (logp.exp() * logp).sum(-1)
+        excess += float((logp[range(len(answer.tokens)), answer.tokens] - mean).sum())
+        variance += float((logp.exp() * (logp - mean[:, None]) ** 2).sum())
+    print(f"{excess:.1f} above the expectation, standard deviation {variance**0.5:.1f}")
+    assert variance > 0
+    assert abs(excess) < 4 * variance**0.5
+
+
 def test_each_answer_has_its_trace_and_no_other_request_has(captured):
     for name, answer in captured.traffic.answers.items():
         segments = captured.traces.get(name, [])
