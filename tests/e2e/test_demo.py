@@ -15,7 +15,8 @@ from tests.redis_servers import free_port
 def test_demo_learns_measures_and_writes_a_plot(tiny_target, tmp_path):
     prompts, report = tmp_path / "prompts.jsonl", tmp_path / "demo.json"
     lines = (
-        {"id": str(number), "messages": [{"role": "user", "content": f"{number % 5} and"}]} for number in range(200)
+        {"id": str(number), "domain": "toy", "messages": [{"role": "user", "content": f"{number} and {number % 5}"}]}
+        for number in range(200)
     )
     prompts.write_text("\n".join(map(json.dumps, lines)))
     settings = {

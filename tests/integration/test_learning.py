@@ -106,10 +106,11 @@ def test_drafter_learns_from_exchanges_after_a_teacher_restart(settings, send, r
 
 
 @pytest.mark.soak
-def test_learn_command_offers_a_version_for_vllm_until_a_signal(settings, tmp_path):
+def test_learn_command_offers_a_version_for_vllm_until_a_signal(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("OSD_REDIS_URL", settings.redis_url)  # it holds a password
     target, values = settings.target, settings.drafter
     options = {
-        "target.source": target.source, "target.dtype": target.dtype, "redis_url": settings.redis_url,
+        "target.source": target.source, "target.dtype": target.dtype,
         "drafter.kind": values.kind, "drafter.vocabulary": values.vocabulary,
         "tap.dashboard_port": settings.tap.dashboard_port,
     }  # fmt: skip
