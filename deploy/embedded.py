@@ -101,7 +101,7 @@ class Embedded(Assembly):
         pool = ThreadPoolExecutor(1, "prepare")
         try:
             prepared = pool.submit(self._prepare)
-            wait([prepared], _MOMENT_SECONDS)  # a missing target fails within this time
+            wait([prepared], _MOMENT_SECONDS)  # a refusal that needs no import comes within this time
             if not prepared.done() or prepared.exception() is None:
                 self._ends.callback(self._ray.stop)
                 with _start_failures():

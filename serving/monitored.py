@@ -79,7 +79,7 @@ class Monitored:
         return data.compose_domain(self.settings, totals, await asyncio.to_thread(self._feeds.of, domain))
 
     async def dashboard_bins(self, seconds: int, since: int | None) -> Bins:
-        """Return the history of all replicas, or that of this process if the metrics actor cannot be reached.
+        """Return the history of all replicas, or of this process alone if the metrics actor cannot be reached.
 
         Args:
             seconds: length of the window that ends now.

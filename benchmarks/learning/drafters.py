@@ -23,7 +23,7 @@ from benchmarks.turns import Spread
 from osd import files
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
-from osd.cli.report import Markdown, Plot, ReportFile, Svg, Table, check_files, conclude, say
+from osd.cli.report import Markdown, Plot, ReportFile, Svg, Table, caption_of, check_files, conclude, say
 from osd.config import TRAINED_SETTINGS, ChainSettings, Settings, drafter_of
 from osd.drafting import with_required_head
 from osd.drafting.base import Drafter
@@ -93,7 +93,7 @@ def drafters(
         "decoded": {kind: [asdict(result) for result in results] for kind, results in decoded.items()},
     }
     plots = [learnt_plot(stream.stem, learnt)]
-    caption = [Machine.here().caption(settings.target.source)]
+    caption = [caption_of(settings.target.source, Machine.here())]
     conclude(tables, figures, json_file, plots=plots, plot=plot, caption=caption, notes=NOTES, markdown=markdown)
 
 

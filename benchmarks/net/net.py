@@ -36,7 +36,7 @@ from benchmarks.turns import rotated
 from deploy.assembly import START_ERRORS
 from deploy.embedded import Embedded, check_port
 from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
-from osd.cli.report import Markdown, ReportFile, Svg, check_files, conclude, say
+from osd.cli.report import Markdown, ReportFile, Svg, caption_of, check_files, conclude, say
 from osd.config import Settings, drafter_of
 from osd.drafting.trainable import Trainable
 from osd.registry.object_storage import storage_of
@@ -153,10 +153,11 @@ def net(
         "turns": [{name: run.figures() for name, run in turn.items()} for turn in measured.turns],
     }
     notes = [capacity_note(measured), f"decoding costs for costs.file of osd simulate: {results.root}"]
-    caption = [
-        Machine.here().caption(settings.target.source),
-        f"{requests} requests in each of {turns} turns, temperature {temperature:g}, {load:.0%} of the plain capacity.",
-    ]
+    about = (
+        f"{requests} requests a turn, {turns} turn{'s' * (turns > 1)}, temperature {temperature:g}, "
+        f"{load:.0%} of the plain capacity."
+    )
+    caption = [caption_of(settings.target.source, Machine.here()), about]
     tables, plots = net_tables(measured), net_plots(measured)
     conclude(tables, figures, json_file, plots=plots, plot=plot, caption=caption, notes=notes, markdown=markdown)
 

@@ -114,9 +114,8 @@ def accounts(trained: ServicePass, untrained: ServicePass) -> list[AccountPoint]
 
 def _until(run: ServicePass, name: str, requests: float) -> float:
     """Return a total of ``run``, such as its tokens, until ``requests`` requests were answered."""
-    return float(
-        np.interp(requests, [point.requests for point in run.curve], [getattr(point, name) for point in run.curve])
-    )
+    answered, totals = ([getattr(point, field) for point in run.curve] for field in ("requests", name))
+    return float(np.interp(requests, answered, totals))
 
 
 def capacity_note(results: NetResults) -> str:
@@ -138,7 +137,7 @@ def net_plots(results: NetResults) -> list[Plot]:
     """
     drafting = [way for way in results.ways if way != PLAIN]
     title = "acceptance rate: accepted / drafted"
-    plots = [_plot(title, results, drafting, _acceptance), _speed_plot(results)]
+    plots = [_plot(title, results, drafting, _acceptance), _speed_plot(results, drafting)]
     turn = results.turns[0]
     for way, base in _measured_pairs(_LEARNING, results):
         account = accounts(turn[way], turn[base])
@@ -151,14 +150,14 @@ def net_plots(results: NetResults) -> list[Plot]:
     return plots
 
 
-def _speed_plot(results: NetResults) -> Plot:
+def _speed_plot(results: NetResults, drafting: Sequence[str]) -> Plot:
     if PLAIN not in results.ways:
-        return _plot("tokens per busy second", results, results.ways, _speed)
+        return _plot("tokens per busy second", results, drafting, _speed)
 
     def speedup(turn: Turn, way: str, first: float, last: float) -> float:
         return _speed(turn, way, first, last) / _speed(turn, PLAIN, first, last)
 
-    return _plot("tokens per busy second, divided by those of plain decoding", results, results.ways, speedup)
+    return _plot("tokens per busy second, divided by those of plain decoding", results, [*drafting, PLAIN], speedup)
 
 
 def _plot(title: str, results: NetResults, ways: Sequence[str], figure: PartFigure) -> Plot:

@@ -6,7 +6,7 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -452,15 +452,19 @@ def _follow(running: Embedded | Learning, console: Console, news: Callable[[], I
             with suppress(RedisError):
                 recent = events.recent(20, steps=False)
                 for event in () if seen is None else (event for event in recent if event not in seen):
-                    reason = f": {event['reason']}" if event.get("reason") else ""
-                    owner = "" if event["domain"] == running.settings.domain else f" of {event['domain']}"
-                    subject = "candidate" if event["version"] is None else f"version {event['version']}"
-                    line = f"{subject}{owner} {event['kind'].replace('_', ' ')}{reason}"
-                    if event["kind"] == "rolled_back":
-                        line = f"rolled back from version {event.get('previous')} to {event['version']}{owner}{reason}"
-                    _tell(console, line, event["time"])
+                    _tell(console, event_line(event, running.settings.domain), event["time"])
                 seen = recent
             time.sleep(1)
+
+
+def event_line(event: Mapping[str, Any], domain: str) -> str:
+    """Return a line about an event of a version; it names the domain unless it is ``domain``."""
+    reason = f": {event['reason']}" if event.get("reason") else ""
+    owner = "" if event["domain"] == domain else f" of {event['domain']}"
+    if event["kind"] == "rolled_back":
+        return f"rolled back from version {event['previous']} to {event['version']}{owner}{reason}"
+    subject = "candidate" if event["version"] is None else f"version {event['version']}"
+    return f"{subject}{owner} {event['kind'].replace('_', ' ')}{reason}"
 
 
 def _say(console: Console, name: str, text: str) -> None:

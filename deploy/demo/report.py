@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.demo.measure import PROMPTS, HeldOutResult, ModeResult
-from osd.cli.report import Plot, write_plot
+from osd.cli.report import Plot, caption_of, write_plot
 from osd.metrics import SpeculationCounts, acceptance_rate
 from osd.runtime.machine import Machine
 from osd.traffic.open_loop import Tally
@@ -228,7 +228,7 @@ def draw(path: Path, demo: DemoRun, held_out: HeldOutResult, machine: Machine) -
 def _caption(demo: DemoRun, machine: Machine) -> list[str]:
     """Return the caption of the plot, in lines."""
     return [
-        machine.caption(demo.target),
+        caption_of(demo.target, machine),
         "Acceptance rate: over the last 10 seconds. Vertical lines: a new version of the drafter is swapped in.",
         "Speed-up: measured while serving, at the same load; the area is its 95 % interval, where it is known.",
     ]

@@ -41,7 +41,8 @@ def audit(
     from rich.text import Text
 
     table = Table(box=None)
-    for name in ("time", "who", "from", "action", "about", "outcome"):
+    table.add_column("time", no_wrap=True)
+    for name in ("who", "from", "action", "about", "outcome"):
         table.add_column(name, overflow="fold")
     for entry in entries:
         subject = [str(entry[name]) for name in ("domain", "version", "request") if name in entry]

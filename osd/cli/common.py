@@ -72,7 +72,7 @@ def settings_of(
     options: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     domain: str | None = None,
 ) -> Settings:
-    """Read the settings, or exit with a line that describes the error; fill a new home from that of version 0.1.0.
+    """Read the settings and move the data of version 0.1.0 to its new home, or exit with a line about the error.
 
     Args:
         config: file of ``--config``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,6 +17,8 @@ from osd.cli.common import fail
 
 if TYPE_CHECKING:
     from rich.table import Table as Grid
+
+    from osd.runtime.machine import Machine
 
 ReportFile = Annotated[
     Path | None, typer.Option("--report", help="Write all figures to this JSON file.", metavar="FILE")
@@ -156,6 +159,11 @@ def write_plot(path: Path, plots: Sequence[Plot | Bars], caption: Sequence[str] 
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" font-family="sans-serif" '
     whole = [head + 'font-size="12">', f'<rect width="{_WIDTH}" height="{y}" fill="white"/>', *parts, "</svg>"]
     path.write_text("\n".join(whole) + "\n", encoding="utf-8")
+
+
+def caption_of(target: str, machine: Machine) -> str:
+    """Return the caption of figures of a ``target`` that were measured on a machine today."""
+    return f"{target}; {machine.cores} cores of {machine.cpu}; {time.strftime('%Y-%m-%d')}."
 
 
 def check_files(

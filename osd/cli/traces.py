@@ -78,7 +78,7 @@ def purge(
         typer.echo(f"no record of {request} was found: check the id")
     records = f"{removed.streamed} record{'s' * (removed.streamed != 1)} removed from the streams"
     typer.echo(f"{request}: {records}, {removed.remembered} from the memory of trainers")
-    typer.echo(f"{removed.entries} entries that may contain it removed from recall, some of them of other requests")
+    typer.echo(f"{removed.entries} entries that may contain it removed from recall; they may be of other requests")
     for domain in removed.learning:
         typer.echo(f"the drafter in training of {domain} has learned from it, and so will its next version")
     for domain, numbers in removed.versions.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +40,6 @@ class Machine:
     def here(cls) -> Machine:
         """Return the description of this machine, with the cores that this process may use."""
         return cls.of(cpu_fields(), usable_cores(), libraries())
-
-    def caption(self, target: str) -> str:
-        """Return the caption of figures of a ``target`` that were measured here today."""
-        return f"{target}; {self.cores} cores of {self.cpu}; {time.strftime('%Y-%m-%d')}."
 
     @classmethod
     def of(cls, info: dict[str, str], cores: int, runnable: Sequence[str]) -> Machine:

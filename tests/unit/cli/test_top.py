@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -91,6 +92,13 @@ def test_percentiles_are_interpolated_in_their_bucket():
     assert middle == pytest.approx(0.05)
     assert late == pytest.approx(0.15)
     assert span.percentiles("vllm:e2e_request_latency_seconds", (0.5,)) == [None]
+
+
+def test_speedup_without_an_interval_says_so():
+    early = re.sub(r'osd_speedup{bound="(low|high)".*\n', "", LATER)
+    with served(BEFORE, early) as url:
+        shown = CliRunner().invoke(app, ["top", "--once", "--interval", "0.2", "--url", url])
+    assert "1.86 (interval not known yet) over plain decoding" in " ".join(shown.stdout.split())
 
 
 def test_view_shows_speed_drafts_by_source_and_speedup():
