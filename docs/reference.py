@@ -1,9 +1,10 @@
-"""Tables of the documentation as Markdown: ``python -m docs.reference settings``, or ``metrics``."""
+"""Tables of the documentation as Markdown: ``python -m docs.reference settings``, or another page of ``PAGES``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,9 +17,21 @@ from serving.metrics.table import TABLE
 _LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 
 
-def settings() -> str:
-    """Return a table for each section of the settings, and for each kind of a setting that has kinds."""
-    return "\n".join(_section("", Settings, set()))
+def settings(keys: Iterable[str]) -> str:
+    """Return the tables of settings: one for each section, and one for the kinds of a section.
+
+    Args:
+        keys: the settings without a section, and the sections.
+    """
+    fields = {key: Settings.model_fields[key] for key in keys}
+    lines = list(_table("", {key: field for key, field in fields.items() if not _sections(field.annotation)}))
+    for key, field in fields.items():
+        sections = _sections(field.annotation)
+        if len(sections) > 1:
+            lines += _kinds(key, field)
+        elif sections:
+            lines += [f"## `{key}`", "", _purpose(sections[0]), "", *_table(f"{key}.", sections[0].model_fields)]
+    return "\n".join(lines)
 
 
 def metrics() -> str:
@@ -30,40 +43,63 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, section: type[Section], printed: set[type[Section]]) -> Iterator[str]:
-    """Yield lines for the settings of ``section`` below ``name``, then for its sections that are not in ``printed``."""
-    printed.add(section)
-    rows: list[str] = []
-    inner: list[tuple[str, type[Section]]] = []
-    # A section with several kinds is a union of classes, whose field ``kind`` has one value.
-    kind = section.model_fields.get("kind")
-    is_kind = kind is not None and len(list(_choices(kind.annotation))) == 1
-    for key, field in section.model_fields.items():
-        path = f"{name}.{key}" if name else key
-        sections = list(_sections(field.annotation))
-        kinds = [str(part.model_fields["kind"].default) for part in sections] if len(sections) > 1 else []
-        inner += [(path, part) for part in sections]
-        if kinds:
-            default = field.get_default(call_default_factory=True).kind
-            rows.append(f"| `{path}.kind` | `{default}` | one of {', '.join(f'`{kind}`' for kind in kinds)} |")
-        elif not sections and not (key == "kind" and is_kind):
-            rows.append(f"| `{path}` | {_default(field)} | {_meaning(field)} |")
-    title = f"{name}.kind={kind.default}" if kind is not None and is_kind else name
+def _table(prefix: str, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
+    """Yield the table of the settings in ``fields``, then the tables of those that have kinds."""
+    with_kinds = {key: field for key, field in fields.items() if len(_sections(field.annotation)) > 1}
+    rows = list(_rows(prefix, {key: field for key, field in fields.items() if key not in with_kinds}))
     if rows:
-        purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
-        yield from (f"### `{title}`", "") if title else ()
-        yield from (purpose, "", "| setting | default | |", "|---|---|---|", *rows, "")
-    for path, part in inner:
-        if part not in printed:
-            yield from _section(path, part, printed)
+        yield from ("| setting | default | meaning |", "|---|---|---|")
+        yield from (f"| `{name}` | {default} | {meaning} |" for name, default, meaning in rows)
+        yield ""
+    for key, field in with_kinds.items():
+        yield from _kinds(f"{prefix}{key}", field)
 
 
-def _sections(annotation: Any) -> Iterator[type[Section]]:
+def _kinds(name: str, field: FieldInfo) -> Iterator[str]:
+    """Yield a table of the kinds of a setting, and a table of the settings of all kinds."""
+    sections = {_kind(section): section for section in _sections(field.annotation)}
+    default = field.get_default(call_default_factory=True).kind
+    yield from (f"## `{name}.kind`", "", "| kind | meaning |", "|---|---|")
+    for kind, section in sections.items():
+        yield f"| `{kind}`{' (default)' if kind == default else ''} | {_purpose(section)} |"
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for kind, section in sections.items():
+        for row in _rows(f"{name}.", section.model_fields):
+            kinds.setdefault(row, []).append(f"`{kind}`")
+    yield from ("", "| setting | kinds | default | meaning |", "|---|---|---|---|")
+    for (setting, value, meaning), names in sorted(kinds.items()):
+        yield f"| `{setting}` | {'all' if len(names) == len(sections) else ', '.join(names)} | {value} | {meaning} |"
+    yield ""
+
+
+def _rows(prefix: str, fields: Mapping[str, FieldInfo]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, default and meaning of each setting in ``fields`` and in their sections."""
+    for key, field in fields.items():
+        name, sections = f"{prefix}{key}", _sections(field.annotation)
+        if len(sections) > 1:
+            default = field.get_default(call_default_factory=True).kind
+            yield f"{name}.kind", f"`{default}`", f"one of {', '.join(f'`{_kind(section)}`' for section in sections)}"
+        elif sections:
+            yield from _rows(f"{name}.", sections[0].model_fields)
+        elif key != "kind" or len(list(_choices(field.annotation))) > 1:  # the kind of a class has one value
+            yield name, _default(field), _meaning(field)
+
+
+def _kind(section: type[Section]) -> str:
+    return section.model_fields["kind"].default
+
+
+def _purpose(section: type[Section]) -> str:
+    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """Return the classes of a setting that is a section; several classes are its kinds."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    elif get_origin(annotation) in (Annotated, Union, UnionType):
-        for part in get_args(annotation):
-            yield from _sections(part)
+        return [annotation]
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return [section for part in get_args(annotation) for section in _sections(part)]
+    return []
 
 
 def _default(field: FieldInfo) -> str:
@@ -93,5 +129,16 @@ def _choices(annotation: Any) -> Iterator[str]:
             yield from _choices(part)
 
 
+_DRAFTERS, _TRAINING = ("drafter", "growth"), ("trainer", "economy")
+
+PAGES = {
+    "settings": partial(settings, [key for key in Settings.model_fields if key not in _DRAFTERS + _TRAINING]),
+    "settings-drafters": partial(settings, _DRAFTERS),
+    "settings-training": partial(settings, _TRAINING),
+    "metrics": metrics,
+}
+"""Functions that print the tables of a page of ``docs/``, by the name of the page."""
+
+
 if __name__ == "__main__":
-    print({"settings": settings, "metrics": metrics}[sys.argv[1]](), end="")
+    print(PAGES[sys.argv[1]](), end="")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from docs.reference import metrics
 from osd.cli import top
 from serving.dashboard.charts import PAGES, display
 from serving.metrics.report import is_versioned
@@ -42,10 +41,6 @@ def test_counters_by_version_have_a_key_for_merging():
         if "version" in row.by:
             assert row.by == ("domain", "version")
             assert is_versioned((row.key, "general", 1))
-
-
-def test_documentation_has_the_table():
-    assert PAGE.endswith("\n\n" + metrics())
 
 
 @pytest.mark.parametrize("page", PAGES)
