@@ -9,28 +9,36 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from osd.nesting import check_nesting
-from serving.api.structured import JsonSchemaText, check_size
-from serving.http.body import Body, at_most, limits_of, too_many
+from osd.nesting import MAX_DEPTH, check_nesting
+from serving.api.structured import MOST_TEXT, JsonSchemaText, check_size
+from serving.http.body import VLLM, Body, at_most, limits_of, too_many
 
 MOST_TOOLS = 128
 """Limit on the entries of ``tools`` and of the ``tool_calls`` of a message."""
 _ANYTHING: dict[str, Any] = {"type": "object"}
 
-Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+Name = Annotated[
+    str,
+    Field(pattern="^[a-zA-Z0-9_-]{1,64}$", description="name of a function, 1 to 64 of A-Z, a-z, 0-9, _ and -"),
+]
 """Name of a function."""
 
 
 class Function(Body):
-    """Function that the model may call.
-
-    The arguments of calls that ``tool_choice`` requires always match ``parameters``, with or without ``strict``.
-    """
+    """Function that the model may call."""
 
     name: Name
-    description: str | None = None
-    parameters: JsonSchemaText | None = None
-    strict: bool | None = None
+    description: str | None = Field(None, description="purpose of the function, for the model")
+    parameters: JsonSchemaText | None = Field(
+        None,
+        description=f"JSON Schema of the arguments, which are an object; at most {MOST_TEXT} characters; by default "
+        "any object",
+    )
+    strict: bool | None = Field(
+        None,
+        description="restrict the arguments to parameters also where no call is required",
+        json_schema_extra={"default": False},
+    )
 
     @property
     def template(self) -> dict[str, Any]:
@@ -55,7 +63,7 @@ class Tool(Body):
     """Tool that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: Function = Field(description="function that the model may call")
 
 
 class _FunctionName(Body):
@@ -66,7 +74,7 @@ class NamedTool(Body):
     """Function that the model must call."""
 
     type: Literal["function"]
-    function: _FunctionName
+    function: _FunctionName = Field(description="function that the model must call, one of tools")
 
 
 class ToolChoiceMode(Body):
@@ -82,19 +90,21 @@ def _arguments(value: str) -> str:
 
 
 class PastFunctionCall(Body):
-    """Name and arguments of a call in an earlier answer; the arguments are a JSON text."""
+    """Name and arguments of a call in an earlier answer."""
 
     name: Name
-    arguments: Annotated[str, AfterValidator(_arguments)]
+    arguments: Annotated[str, AfterValidator(_arguments)] = Field(
+        description=f"arguments as a JSON text, nested at most {MAX_DEPTH} levels deep"
+    )
 
 
 class ToolCall(Body):
-    """Call in an earlier answer; ``index`` of a streamed call is accepted and ignored."""
+    """Call in an earlier answer."""
 
-    id: str
-    index: int | None = None
+    id: str = Field(description="id of the call")
+    index: int | None = Field(None, description="place of a streamed call; accepted and ignored")
     type: Literal["function"] = "function"
-    function: PastFunctionCall
+    function: PastFunctionCall = Field(description="function that was called")
 
     @property
     def template(self) -> dict[str, Any]:
@@ -166,7 +176,7 @@ class TextPart(TypedDict):
     """Text part of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Annotated[str, Field(description="text of the part; the texts of all parts are joined")]
 
 
 _CONTENT = BeforeValidator(_text, json_schema_input_type=str | list[TextPart])
@@ -176,19 +186,28 @@ Content = Annotated[str, _CONTENT]
 
 
 class Message(Body):
-    """Message of a chat.
-
-    The model's chat template decides whether it shows the ``name``, and the ``reasoning_content`` of earlier answers.
-    """
+    """Message of a chat."""
 
     neutral = _MESSAGE_NEUTRAL
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    reasoning_content: str | None = None
-    name: str | None = None
-    tool_calls: ToolCalls = None
-    tool_call_id: str | None = None
-    content: Annotated[str | None, _CONTENT] = Field(None, validate_default=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="author of the message; developer is shown to the model as system"
+    )
+    reasoning_content: str | None = Field(
+        None,
+        description="thinking of an earlier answer, if the chat template shows it to the model",
+        json_schema_extra=VLLM,
+    )
+    name: str | None = Field(None, description="name of the author, if the chat template shows it to the model")
+    tool_calls: ToolCalls = Field(
+        None, description=f"calls in an earlier answer, only with the role assistant; at most {MOST_TOOLS}"
+    )
+    tool_call_id: str | None = Field(
+        None, description="id of the call whose result this is; required with the role tool, and only allowed there"
+    )
+    content: Annotated[str | None, _CONTENT] = Field(
+        None, validate_default=True, description="text, or list of text parts; required without tool_calls"
+    )
 
     @field_validator("content")
     @classmethod

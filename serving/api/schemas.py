@@ -9,14 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from osd.config import DOMAIN, GrowthSettings, Verification
 from serving.access.keys import MOST_PRIORITY
-from serving.api.messages import Content, Function, Messages, ToolChoice, Tools
+from serving.api.messages import MOST_TOOLS, Content, Function, Messages, ToolChoice, Tools
 from serving.api.structured import OutputConstraint, ResponseFormat, StructuredOutputs
 from serving.api.tool_calls import ToolFormat
-from serving.http.body import Body, at_most, limits_of, too_many, unsupported
+from serving.http.body import VLLM, Body, at_most, limits_of, too_many, unsupported
 
 MOST_BIASES = 1024
 """Limit on the entries of ``logit_bias``."""
-MOST_STOP = 4096
+MOST_STOPS = 4
+"""Limit on the entries of ``stop``."""
+MOST_STOP_CHARACTERS = 4096
 """Limit on the characters of all ``stop`` strings together."""
 MOST_STOP_IDS = 64
 """Limit on the entries of ``stop_token_ids``."""
@@ -42,17 +44,18 @@ def _stops(value: Any) -> Any:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list):
-        if len(value) > 4:
-            raise ValueError(f"has {len(value)} entries and the limit is 4")
+        if len(value) > MOST_STOPS:
+            raise ValueError(f"has {len(value)} entries and the limit is {MOST_STOPS}")
         size = sum(len(entry) for entry in value if isinstance(entry, str))
-        if size > MOST_STOP:
-            raise ValueError(f"has {size} characters and the limit is {MOST_STOP}")
+        if size > MOST_STOP_CHARACTERS:
+            raise ValueError(f"has {size} characters and the limit is {MOST_STOP_CHARACTERS}")
     return value
 
 
 _Stop = Annotated[str, Field(min_length=1)]
 _Ids = list[Annotated[int, Field(ge=0)]]
-_Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+_NAME, _VALUE = 64, 512  # characters
+_Metadata = dict[Annotated[str, Field(max_length=_NAME)], Annotated[str, Field(max_length=_VALUE)]]
 
 
 def _biases(value: Any) -> Any:
@@ -97,25 +100,41 @@ _PROMPTS = BeforeValidator(_prompts, json_schema_input_type=str | _Ids | list[st
 class StreamOptions(Body):
     """Token counts that a stream reports in addition to text."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | None = Field(
+        None, description="end the stream with an event that has the usage", json_schema_extra={"default": False}
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="report the usage so far in each event", json_schema_extra={**VLLM, "default": False}
+    )
 
 
 _LOSSY = "osd.completion.lossy"
 
 
 class CompletionControl(Body):
-    """Probability thresholds above which a controller acts on this completion.
+    """Probability thresholds above which a controller acts on this completion."""
 
-    ``stop``: end a completion that the controller judges to be wrong. The finish reason is ``stop``, and
-    ``metrics.completion`` reports it. ``exit``: let drafts leave the target's layers early; this changes the speed
-    only. ``lossy``: let the answer itself leave the layers early, if the server allows it. A lossy answer differs from
-    the model's own answer, is decoded without drafts, and is not used for learning.
-    """
-
-    stop: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    exit: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    lossy: bool | None = None
+    stop: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="end the answer before a token that the controller judges to be wrong with a higher probability; "
+        "not supported with tools or a required format",
+    )
+    exit: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="let a draft leave the target's layers early if leaving has a higher probability; by default 0",
+    )
+    lossy: bool | None = Field(
+        None,
+        description="let the answer itself leave the layers early; needs exit and serving.allow_lossy; not supported "
+        "with growth, verification, a true store, tools or a required format",
+        json_schema_extra={"default": False},
+    )
 
     @property
     def first_threshold(self) -> str | None:
@@ -130,20 +149,34 @@ class CompletionControl(Body):
 
 
 class Speculation(Body):
-    """Settings of speculative decoding for this request; missing fields use the server's settings.
+    """Settings of speculative decoding for this request; all except ``completion`` change the speed only."""
 
-    All fields except ``completion`` change the speed only. ``speculate`` false turns drafting off. ``domain`` chooses
-    the drafter of a domain; without a drafter for that domain, the server uses its default drafter. ``sources`` adds
-    the source of each token (``token_sources`` of a choice) and the drafted and accepted tokens of each source
-    (``sources`` of the metrics) to the response.
-    """
-
-    speculate: bool | None = None
-    growth: GrowthSettings | None = None
-    verification: Verification | None = None
-    domain: str | None = Field(None, pattern=DOMAIN)
-    sources: bool | None = None
-    completion: CompletionControl | None = None
+    speculate: bool | None = Field(
+        None, description="false: decode without drafts", json_schema_extra={"default": True}
+    )
+    growth: GrowthSettings | None = Field(
+        None,
+        description="growth policy, with the fields of the setting growth except governed; at most engine.max_draft "
+        "draft tokens; by default the setting growth",
+    )
+    verification: Verification | None = Field(
+        None, description="verification rule; by default the setting verification"
+    )
+    domain: str | None = Field(
+        None,
+        pattern=DOMAIN,
+        description="domain whose drafter is used, or the default drafter if it has none; 1 to 64 of a-z, 0-9, _ and "
+        "-, starting with a letter or digit; not different from a domain in model; by default chosen by the prompt",
+    )
+    sources: bool | None = Field(
+        None,
+        description="report the source of each token (token_sources of a choice), and the drafted and accepted tokens "
+        "of each source (sources of the metrics)",
+        json_schema_extra={"default": False},
+    )
+    completion: CompletionControl | None = Field(
+        None, description="thresholds of a controller; only with the drafter early_exit, and not with speculate false"
+    )
 
     @property
     def stop(self) -> float | None:
@@ -172,50 +205,166 @@ class Speculation(Body):
         return self
 
 
-class Generate(Body):
-    """Fields that chat and text completions share; null means OpenAI's default.
+_IGNORED = "accepted and ignored"
 
-    Extensions of vLLM: ``top_k`` (0 and -1 turn it off), ``min_p``, ``repetition_penalty``, ``stop_token_ids``,
-    ``min_tokens``, ``ignore_eos``, ``priority`` (lower values are served first under load), ``structured_outputs``, and
-    ``response_format`` for text completions. Extensions of osd: ``osd``, and ``timeout``, the time limit of the answer
-    in seconds from the submission of the prompt to the engine. ``user``, ``safety_identifier``, ``prompt_cache_key``,
-    ``prompt_cache_retention``, ``metadata`` and ``service_tier`` are accepted and ignored. With ``seed``, the text
-    depends on the prompt, the settings and the seed only, not on drafts. The text does not end within its first
-    ``min_tokens`` tokens, unless its required form allows no other token.
-    """
+
+class Generate(Body):
+    """Fields that chat and text completions share; null means the default."""
 
     chat: ClassVar[bool] = False
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=-1, le=2**31)
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
-    logit_bias: Annotated[list[tuple[int, float]] | None, _BIASES] = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[_Stop] | None, _STOPS] = None
-    stop_token_ids: Annotated[_Ids | None, at_most(MOST_STOP_IDS)] = None
-    min_tokens: int | None = Field(None, ge=0)
-    n: int | None = Field(None, ge=1, le=8)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    priority: int | None = Field(None, ge=0, le=MOST_PRIORITY)
-    store: bool | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    metadata: Annotated[_Metadata | None, at_most(MOST_METADATA)] = None
-    service_tier: str | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    osd: Speculation | None = None
+    model: str | None = Field(
+        None,
+        description="id of the model, or MODEL:DOMAIN for the drafter of a domain, as in /v1/models; by default the "
+        "served model",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="maximum tokens of the answer; at most serving.max_completion_tokens, and together with the prompt "
+        "at most engine.context; by default 16 for text completions, and as many as these limits allow for chats",
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        allow_inf_nan=False,
+        description="divisor of the logits; 0, as any value below 0.0001, takes the most probable token",
+        json_schema_extra={"default": 1},
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="sample from the most probable tokens that together have this probability",
+        json_schema_extra={"default": 1},
+    )
+    top_k: int | None = Field(
+        None,
+        ge=-1,
+        le=2**31,
+        description="sample from this many most probable tokens; 0 and -1: from all",
+        json_schema_extra={**VLLM, "default": 0},
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="sample from the tokens with at least this share of the highest probability",
+        json_schema_extra={**VLLM, "default": 0},
+    )
+    presence_penalty: float | None = Field(
+        None,
+        ge=-2,
+        le=2,
+        allow_inf_nan=False,
+        description="subtracted from the logits of tokens that the answer already has",
+        json_schema_extra={"default": 0},
+    )
+    frequency_penalty: float | None = Field(
+        None,
+        ge=-2,
+        le=2,
+        allow_inf_nan=False,
+        description="subtracted from the logit of a token once for each time that the answer has the token",
+        json_schema_extra={"default": 0},
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        ge=0.01,
+        le=100,
+        allow_inf_nan=False,
+        description="divisor of positive logits, and factor of negative ones, of tokens that prompt or answer has",
+        json_schema_extra={**VLLM, "default": 1},
+    )
+    logit_bias: Annotated[list[tuple[int, float]] | None, _BIASES] = Field(
+        None,
+        description="object from token ids to numbers from -100 to 100, which are added to their logits; at most "
+        f"{MOST_BIASES} entries",
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="make the text depend on prompt, settings and seed only, not on drafts; by default each request "
+        "has another random seed",
+    )
+    stop: Annotated[list[_Stop] | None, _STOPS] = Field(
+        None,
+        description=f"text, or list of at most {MOST_STOPS} texts, before which the answer ends; none is empty; "
+        f"together at most {MOST_STOP_CHARACTERS} characters",
+    )
+    stop_token_ids: Annotated[_Ids | None, at_most(MOST_STOP_IDS)] = Field(
+        None, description=f"ids of tokens that end the answer; at most {MOST_STOP_IDS}", json_schema_extra=VLLM
+    )
+    min_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="tokens before which the answer does not end, unless its required format allows no other token; "
+        "at most the limit of the answer, as max_tokens sets it",
+        json_schema_extra={**VLLM, "default": 0},
+    )
+    n: int | None = Field(
+        None,
+        ge=1,
+        le=8,
+        description="answers to each prompt; over all prompts at most serving.max_queue",
+        json_schema_extra={"default": 1},
+    )
+    stream: bool | None = Field(
+        None, description="send the answer as server-sent events", json_schema_extra={"default": False}
+    )
+    stream_options: StreamOptions | None = Field(None, description="token counts in a stream; only with stream")
+    ignore_eos: bool | None = Field(
+        None,
+        description="do not end the answer at an end-of-text token; not supported with a required format or call",
+        json_schema_extra={**VLLM, "default": False},
+    )
+    timeout: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds from the submission to the engine until the answer must be complete; at most, and by "
+        "default, serving.request_timeout_s",
+        json_schema_extra={"x-api": "osd"},
+    )
+    priority: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_PRIORITY,
+        description="the lowest value is served first; the priority of the key is added",
+        json_schema_extra={**VLLM, "default": 0},
+    )
+    store: bool | None = Field(
+        None,
+        description="capture the request, so that drafters learn from it, if capture.enabled is true; by default "
+        "serving.capture_default",
+    )
+    user: str | None = Field(None, description=_IGNORED)
+    safety_identifier: str | None = Field(None, description=_IGNORED)
+    prompt_cache_key: str | None = Field(None, description=_IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=_IGNORED)
+    metadata: Annotated[_Metadata | None, at_most(MOST_METADATA)] = Field(
+        None,
+        description=f"{_IGNORED}; at most {MOST_METADATA} entries, with names of {_NAME} and values of {_VALUE} "
+        "characters",
+    )
+    service_tier: str | None = Field(None, description=_IGNORED)
+    response_format: ResponseFormat | None = Field(
+        None,
+        description="required format of the answer, for text completions as in vLLM; not supported with tools",
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None,
+        description="required format of the answer, in one of these fields; not supported with tools, nor with "
+        "another response_format than text",
+        json_schema_extra=VLLM,
+    )
+    osd: Speculation | None = Field(
+        None, description="speculative decoding of this request", json_schema_extra={"x-api": "osd"}
+    )
 
     @property
     def structure(self) -> OutputConstraint | None:
@@ -283,7 +432,7 @@ def _variable(name: str) -> str:
     return name
 
 
-_Variables = dict[Annotated[str, Field(max_length=64), AfterValidator(_variable)], str | int | float | bool | None]
+_Variables = dict[Annotated[str, Field(max_length=_NAME), AfterValidator(_variable)], str | int | float | bool | None]
 
 
 class PredictedOutput(Body):
@@ -293,29 +442,59 @@ class PredictedOutput(Body):
     """
 
     type: Literal["content"]
-    content: Content
+    content: Content = Field(description="text, or list of text parts; at most engine.context tokens")
 
 
 class ChatRequest(Generate):
-    """Body of ``POST /v1/chat/completions``.
-
-    ``reasoning_effort`` and vLLM's ``chat_template_kwargs`` set variables of the model's chat template, such as
-    ``enable_thinking``; a variable that the template does not use is refused.
-    """
+    """Body of ``POST /v1/chat/completions``."""
 
     neutral = _CHAT_NEUTRAL
     chat = True
 
-    messages: Messages
-    tools: Tools = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    prediction: PredictedOutput | None = None
-    reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = None
-    chat_template_kwargs: Annotated[_Variables | None, at_most(MOST_VARIABLES)] = None
+    messages: Messages = Field(
+        description="messages of the chat, the oldest first; at least one, and at most serving.max_messages; together "
+        "fewer tokens than engine.context"
+    )
+    tools: Tools = Field(
+        None,
+        description=f"functions that the model may call, with different names; at most {MOST_TOOLS}; the chat template "
+        "of the model must support them",
+    )
+    tool_choice: ToolChoice = Field(
+        None,
+        description="auto: the model decides; none: no call; required: at least one call; or the function to call",
+        json_schema_extra={"default": "auto"},
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: at most one call in an answer", json_schema_extra={"default": True}
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="later name of max_tokens; if both are set, they must be equal"
+    )
+    logprobs: bool | None = Field(
+        None, description="report the log-probability of each token", json_schema_extra={"default": False}
+    )
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="most probable tokens to report at each position; only with logprobs",
+        json_schema_extra={"default": 0},
+    )
+    prediction: PredictedOutput | None = Field(
+        None,
+        description="expected text of the answer, from which recall drafts; needs a drafter with recall, and is "
+        "not supported with a false osd.speculate",
+    )
+    reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = Field(
+        None, description="variable of the chat template, which must use it unless the value is none; 1 to 16 of a-z"
+    )
+    chat_template_kwargs: Annotated[_Variables | None, at_most(MOST_VARIABLES)] = Field(
+        None,
+        description="object of variables of the chat template, which must use them: texts, numbers, booleans or null; "
+        f"at most {MOST_VARIABLES} entries, with names of {_NAME} characters",
+        json_schema_extra=VLLM,
+    )
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -379,8 +558,17 @@ class CompletionRequest(Generate):
 
     neutral = _COMPLETION_NEUTRAL
 
-    prompt: Annotated[list[str | list[int]], _PROMPTS]
-    logprobs: int | None = Field(None, ge=0, le=5)
+    prompt: Annotated[list[str | list[int]], _PROMPTS] = Field(
+        description="text, list of token ids, or list of these; at most serving.max_queue prompts, each with at "
+        "least one token and fewer than engine.context"
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=5,
+        description="most probable tokens to report at each position, in addition to the token itself; by default no "
+        "log-probabilities",
+    )
 
     @property
     def top(self) -> int | None:

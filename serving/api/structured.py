@@ -7,13 +7,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from osd.nesting import check_nesting
+from osd.nesting import MAX_DEPTH, check_nesting
 from serving.http.body import Body
 
 MOST_TEXT = 65_536
 """Limit on the characters of a schema, a regular expression, a grammar, or all choices together."""
 MOST_CHOICES = 1024
 """Limit on the entries of ``choice``."""
+
+_SIZE = f"at most {MOST_TEXT} characters"
 
 
 class OutputConstraint(NamedTuple):
@@ -75,19 +77,23 @@ JsonSchemaText = Annotated[dict[str, Any], AfterValidator(_schema)]
 
 
 class JsonSchema(Body):
-    """JSON Schema of the answer. ``name`` and ``description`` are labels; ``strict`` has no effect."""
+    """JSON Schema of the answer."""
 
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    schema_: JsonSchemaText = Field(alias="schema")
-    strict: bool | None = None
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$", description="label, 1 to 64 of A-Z, a-z, 0-9, _ and -")
+    description: str | None = Field(None, description="label")
+    schema_: JsonSchemaText = Field(alias="schema", description=f"JSON Schema; {_SIZE}")
+    strict: bool | None = Field(None, description="no effect: the answer always follows the schema")
 
 
 class ResponseFormat(Body):
     """Format of the answer: free text, any JSON object, or an instance of a JSON Schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="any text, any JSON object, or a value that follows json_schema"
+    )
+    json_schema: JsonSchema | None = Field(
+        None, description="required with the type json_schema, and only allowed there"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> ResponseFormat:
@@ -104,18 +110,24 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """Constraint on the whole answer; exactly one field must be set.
-
-    ``json`` is a JSON Schema, as an object or as text. ``regex`` is a regular expression. ``choice`` is a list of
-    allowed answers. ``grammar`` is a grammar in the syntax of Lark or GBNF.
-    """
+    """Constraint on the whole answer; exactly one field must be set."""
 
     json_: Annotated[
         JsonSchemaText | None, BeforeValidator(_read, json_schema_input_type=dict[str, Any] | str | None)
-    ] = Field(None, alias="json")
-    regex: Annotated[str, Field(min_length=1), AfterValidator(_text)] | None = None
-    choice: Annotated[list[str] | None, Field(min_length=1), BeforeValidator(_choices)] = None
-    grammar: Annotated[str, Field(min_length=1), AfterValidator(_text)] | None = None
+    ] = Field(
+        None,
+        alias="json",
+        description=f"JSON Schema, as an object or as text nested at most {MAX_DEPTH} levels deep; {_SIZE}",
+    )
+    regex: Annotated[str, Field(min_length=1), AfterValidator(_text)] | None = Field(
+        None, description=f"regular expression; {_SIZE}"
+    )
+    choice: Annotated[list[str] | None, Field(min_length=1), BeforeValidator(_choices)] = Field(
+        None, description=f"allowed answers, 1 to {MOST_CHOICES}; {_SIZE}"
+    )
+    grammar: Annotated[str, Field(min_length=1), AfterValidator(_text)] | None = Field(
+        None, description=f"grammar in the syntax of Lark or GBNF; {_SIZE}"
+    )
 
     @property
     def _set_fields(self) -> dict[str, str]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar, LiteralString
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from osd.config import ServingSettings
+
+VLLM: JsonDict = {"x-api": "vLLM"}
+"""Mark of a field of vLLM's API in the JSON schema. Unmarked fields are OpenAI's, or as the field that they are in."""
 
 
 def unsupported(param: str, message: LiteralString = "'{param}' is not supported.") -> PydanticCustomError:
@@ -37,7 +41,8 @@ class Body(BaseModel):
         """Return the schema, with the neutral fields added."""
         schema = handler(core)
         fields = handler.resolve_ref_schema(schema).setdefault("properties", {})
-        fields.update({name: {"enum": list(values)} for name, values in cls.neutral.items()})
+        text = "not supported; accepted with a value that changes nothing"
+        fields.update({name: {"enum": list(values), "description": text} for name, values in cls.neutral.items()})
         return schema
 
     @model_validator(mode="before")

@@ -75,6 +75,27 @@ def test_default_sampling_settings_match_openai(client, service):
     assert text.sampling.seed != chat.sampling.seed
 
 
+@pytest.mark.parametrize(("path", "required"), [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": "hi"}),
+])  # fmt: skip
+def test_stated_defaults_of_fields_change_nothing(client, service, path, required):
+    types = client.get("/openapi.json").json()["components"]["schemas"]
+
+    def defaults(name):
+        fields = types[name]["properties"].items()
+        return {field: schema["default"] for field, schema in fields if schema.get("default") is not None}
+
+    stated = {**defaults("ChatRequest" if required is CHAT else "CompletionRequest"), "osd": defaults("Speculation")}
+    assert len(stated) > 10
+    for body in (required, {**required, **stated}):
+        assert client.post(path, json=body).status_code == 200
+    without, given = (
+        replace(request, id="", sampling=replace(request.sampling, seed=0)) for request in service.submitted
+    )
+    assert replace(given, arrived=without.arrived) == without
+
+
 def test_request_sets_growth_and_verification(client, service):
     for osd in ({"growth": {"kind": "chain", "depth": 2}, "verification": "block"}, {"verification": "naive"}, {}):
         assert client.post("/v1/completions", json={"prompt": "hi", "osd": osd}).status_code == 200
