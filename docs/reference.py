@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,9 +13,14 @@ from pydantic.fields import FieldInfo
 
 from osd.config.base import Section
 from osd.config.settings import Settings
+from serving.api.schemas import ChatRequest, CompletionRequest, Generate
+from serving.http.body import Body
 from serving.metrics.table import TABLE
 
 _LIMITS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+_SCHEMA_LIMITS = {
+    "minimum": "at least {}", "exclusiveMinimum": "above {}", "maximum": "at most {}", "exclusiveMaximum": "below {}"
+}  # fmt: skip
 
 
 def settings(keys: Iterable[str]) -> str:
@@ -41,6 +47,54 @@ def metrics() -> str:
         name = f"{row.name}_total" if row.kind == "counter" else row.name
         lines.append(f"| `{name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels)} | {row.help} |")
     return "\n".join(lines) + "\n"
+
+
+def http_fields() -> str:
+    """Return tables of the fields of requests: those of both paths, of chats alone, and of text completions alone."""
+    lines = list(_fields_table("Chat and text completions", Generate, ()))
+    lines += _fields_table("Chat completions", ChatRequest, Generate.model_fields)
+    lines += _fields_table("Text completions", CompletionRequest, Generate.model_fields)
+    return "\n".join(lines)
+
+
+def _fields_table(title: str, model: type[Body], without: Collection[str]) -> Iterator[str]:
+    """Yield the table of the fields of ``model`` that are not in ``without``."""
+    schema = model.model_json_schema()
+    properties = {name: field for name, field in schema["properties"].items() if name not in without}
+    yield from (f"## {title}", "", "| field | API | default | meaning |", "|---|---|---|---|")
+    yield from _fields("", {**schema, "properties": properties}, schema.get("$defs", {}), "OpenAI")
+    yield ""
+
+
+def _fields(prefix: str, schema: dict[str, Any], types: dict[str, Any], api: str) -> Iterator[str]:
+    """Yield a row for each field of an object and of the objects in it.
+
+    Args:
+        prefix: text before the names of the fields.
+        schema: JSON Schema of the object.
+        types: schemas by name.
+        api: origin of fields that name none.
+    """
+    for key, field in schema["properties"].items():
+        name, source, parts = f"{prefix}{key}", field.get("x-api", api), [field, *field.get("anyOf", ())]
+        required, default = key in schema.get("required", ()), field.get("default")
+        stated = "required" if required else "" if default is None else f"`{json.dumps(default)}`"
+        yield f"| `{name}` | {source} | {stated} | {_field_meaning(field, parts)} |"
+        for part in parts:
+            reference = part.get("$ref") or part.get("items", {}).get("$ref")
+            if reference:
+                inner = f"{name}[]." if "items" in part else f"{name}."
+                yield from _fields(inner, types[reference.rpartition("/")[2]], types, source)
+
+
+def _field_meaning(field: dict[str, Any], parts: list[dict[str, Any]]) -> str:
+    """Return description, values and limits of a field, given its schema and those of its alternatives."""
+    texts = [field["description"]] if "description" in field else []
+    for part in parts:
+        values = [f"`{json.dumps(value)}`" for value in part.get("enum", [part["const"]] if "const" in part else ())]
+        texts += [f"one of {', '.join(values)}" if len(values) > 1 else f"only {values[0]}"] if values else []
+        texts += [words.format(part[name]) for name, words in _SCHEMA_LIMITS.items() if name in part]
+    return "; ".join(texts).replace("|", "\\|")
 
 
 def _table(prefix: str, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
@@ -135,6 +189,7 @@ PAGES = {
     "settings": partial(settings, [key for key in Settings.model_fields if key not in _DRAFTERS + _TRAINING]),
     "settings-drafters": partial(settings, _DRAFTERS),
     "settings-training": partial(settings, _TRAINING),
+    "http-fields": http_fields,
     "metrics": metrics,
 }
 """Functions that print the tables of a page of ``docs/``, by the name of the page."""

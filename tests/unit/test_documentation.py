@@ -46,10 +46,15 @@ def test_commands_page_names_exactly_the_commands():
         assert set(re.findall(r"`osd ([a-z]+)", page.read_text())) <= commands, page
 
 
+def names_of_settings() -> set[str]:
+    """Return the names of all settings and sections."""
+    names = set(re.findall(r"^(?:\||##) `([\w.]+)`", SETTINGS, re.MULTILINE))
+    return names | {name.rpartition(".")[0] for name in names}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_of_a_page_exist(page: Path):
-    names = set(re.findall(r"^(?:\||##) `([\w.]+)`", SETTINGS, re.MULTILINE))
-    names |= {name.rpartition(".")[0] for name in names}  # sections
+    names = names_of_settings()
     for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", page.read_text()):
         if name.partition(".")[0] in Settings.model_fields:
             assert {name, name.replace("drafter.trained.", "drafter.")} & names, name
@@ -76,6 +81,18 @@ def test_every_setting_has_a_description():
     rows = re.findall(r"^\| `([\w.]+)`.* \| *(.*?) *\|$", SETTINGS, re.MULTILINE)
     assert len(rows) > 100
     assert [name for name, meaning in rows if not meaning or meaning.startswith("at ")] == []
+
+
+def test_every_field_of_a_request_has_a_description():
+    rows = re.findall(r"^\| `([\w.\[\]]+)`.* \| *(.*?) *\|$", reference.http_fields(), re.MULTILINE)
+    assert len(rows) > 90
+    assert [name for name, meaning in rows if not meaning or meaning.startswith("at ")] == []
+
+
+def test_limits_of_fields_name_settings_that_exist():
+    limits = set(re.findall(r"(?:serving|engine|capture)\.\w+", reference.http_fields()))
+    assert len(limits) > 5
+    assert limits <= names_of_settings()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
