@@ -20,6 +20,7 @@ from deploy.contradictions import check_exposure, check_settings
 from deploy.local_ray import LocalRay, check_token_mode, last_line
 from deploy.local_serve import LocalServe
 from deploy.one_drafter import for_one_drafter
+from osd.addresses import url_of
 from osd.capture.server import public_url
 from osd.config import ConfigError, Settings
 from osd.registry.object_storage import storage_of
@@ -42,7 +43,7 @@ class Embedded(Assembly):
     def __init__(self, settings: Settings, report: Callable[[str], None] = lambda step: None) -> None:
         super().__init__(for_one_drafter(settings) if settings.engine.kind == "vllm" else settings, report)
         settings = self.settings
-        self.url = f"http://{_reachable(settings.serving.host)}:{settings.serving.port}"
+        self.url = url_of(settings.serving.host, settings.serving.port)
         self.directory = Path()
         self.trainer: Any = None
         self._preparing = "reading settings"
@@ -180,12 +181,6 @@ def check_port(host: str, port: int) -> None:
                 f"serving.port {port} is in use on {host}; set another one, for example --port {port % 65535 + 1}"
             ) from None
         raise StartError(f"serving.host {host}, serving.port {port}: {error.strerror}") from None
-
-
-def _reachable(host: str) -> str:
-    """Return the host, as a part of a URL, by which this machine reaches a service that listens on ``host``."""
-    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    return f"[{name}]" if ":" in name else name
 
 
 @contextlib.contextmanager

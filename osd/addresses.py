@@ -21,6 +21,12 @@ def host_of(address: str) -> str | None:
     return plain(host) if host else None
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the URL by which this machine reaches a service that listens on ``host`` and ``port``."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
 def plain(name: str) -> str:
     """Return the normalised name of a host, for comparisons: lower case, without brackets and final dot."""
     return name.strip("[]").rstrip(".").lower()

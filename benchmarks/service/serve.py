@@ -16,7 +16,19 @@ from benchmarks.engines import loading
 from benchmarks.options import Prompts
 from deploy.assembly import START_ERRORS
 from deploy.embedded import Embedded
-from osd.cli.common import ConfigFile, MaxTokens, Overrides, Temperature, Url, address_of, fail, key_of, settings_of
+from osd.cli.common import (
+    ConfigFile,
+    Host,
+    MaxTokens,
+    Overrides,
+    Port,
+    Temperature,
+    Url,
+    address_of,
+    fail,
+    key_of,
+    settings_of_client,
+)
 from osd.cli.exit_codes import FAILURE
 from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
@@ -41,6 +53,8 @@ def serve(
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of Poisson arrivals.")] = 0,
+    host: Host = None,
+    port: Port = None,
     url: Url = None,
     json_file: ReportFile = None,
     config: ConfigFile = None,
@@ -48,10 +62,10 @@ def serve(
 ) -> None:
     """Measure the latencies of a service under an open load.
 
-    Without --url the service in the home directory is measured; if none runs, one is started. With --arrivals each
+    Without --host, --port and --url the service of home is measured; if none runs, one is started. With --arrivals each
     answer has the length in the trace, up to --max-tokens. The exit code is 1 if a request failed.
     """
-    settings = settings_of(config, overrides)
+    settings, url = settings_of_client(config, overrides, url, host, port)
     check_files(json_file)
     if arrivals is None and rate is None:
         fail("give --rate, --arrivals or both")

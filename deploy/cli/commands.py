@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, Domain, Overrides, broken, fail, settings_of
+from osd.cli.common import (
+    ADDRESS_SETTINGS,
+    AsJson,
+    ConfigFile,
+    Domain,
+    Host,
+    Overrides,
+    Port,
+    broken,
+    fail,
+    named_settings,
+    setting_option,
+    settings_of,
+)
 from osd.cli.exit_codes import FAILURE
 from osd.cli.offered import Command
 from osd.cli.signals import stop_signals
@@ -39,8 +52,7 @@ _TELL_SECONDS, _DEPLOY_SECONDS = 60.0, 1800.0
 
 _SETTINGS_OF_OPTIONS = {
     "MODEL": "target.source",
-    "--host": "serving.host",
-    "--port": "serving.port",
+    **ADDRESS_SETTINGS,
     "--max-model-len": "engine.context",
     "--max-num-seqs": "engine.slots",
     "--dtype": "target.dtype",
@@ -52,15 +64,15 @@ _SETTINGS_OF_OPTIONS = {
 
 
 def _option(name: str) -> Any:
-    return typer.Option(name, help=f"{_SETTINGS_OF_OPTIONS[name]}.", metavar="VALUE")
+    return setting_option(name, _SETTINGS_OF_OPTIONS[name])
 
 
 def up(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory or .gguf file of the target: target.source.")
     ] = None,
-    host: Annotated[str | None, _option("--host")] = None,
-    port: Annotated[str | None, _option("--port")] = None,
+    host: Host = None,
+    port: Port = None,
     max_model_len: Annotated[str | None, _option("--max-model-len")] = None,
     max_num_seqs: Annotated[str | None, _option("--max-num-seqs")] = None,
     dtype: Annotated[str | None, _option("--dtype")] = None,
@@ -78,12 +90,7 @@ def up(
     values = (
         model, host, port, max_model_len, max_num_seqs, dtype, tensor_parallel_size, served_model_name, api_key_file,
     )  # fmt: skip
-    options = {
-        option: (key, value)
-        for (option, key), value in zip(_SETTINGS_OF_OPTIONS.items(), values, strict=True)
-        if value is not None
-    }
-    settings = settings_of(config, overrides, options, domain)
+    settings = settings_of(config, overrides, named_settings(_SETTINGS_OF_OPTIONS, values), domain)
     with _start_errors():
         console = _console(settings, "up")
         from deploy.embedded import Embedded

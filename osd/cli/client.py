@@ -11,14 +11,16 @@ import typer
 from osd.addresses import uses_proxies
 from osd.cli.common import (
     ConfigFile,
+    Host,
     MaxTokens,
     Overrides,
+    Port,
     Temperature,
     Url,
     address_of,
     fail,
     key_of,
-    settings_of,
+    settings_of_client,
     unreachable,
 )
 from osd.cli.exit_codes import FAILURE
@@ -37,12 +39,14 @@ def replay(
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the arrival times.")] = 0,
+    host: Host = None,
+    port: Port = None,
     url: Url = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Send prompts like independent users: new conversations do not wait for answers."""
-    settings = settings_of(config, overrides)
+    settings, url = settings_of_client(config, overrides, url, host, port)
     import asyncio
 
     from rich.console import Console
@@ -83,12 +87,14 @@ def replay(
 def chat(
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
+    host: Host = None,
+    port: Port = None,
     url: Url = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Talk to the running service; an empty line or Ctrl-D ends it."""
-    settings = settings_of(config, overrides)
+    settings, url = settings_of_client(config, overrides, url, host, port)
     import httpx2
     from rich.console import Console
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from osd.addresses import url_of
 from osd.cli.exit_codes import FAILURE, USAGE
 from osd.cli.signals import end_at_once
 from osd.config import ConfigError, Settings, load_settings
@@ -24,8 +25,24 @@ Overrides = Annotated[
     typer.Option("--set", help="Setting, for example engine.slots=8; may be repeated.", metavar="KEY=VALUE"),
 ]
 
+ADDRESS_SETTINGS = MappingProxyType({"--host": "serving.host", "--port": "serving.port"})
+"""Settings of the address of a service, by the option that also sets them."""
+
+
+def setting_option(option: str, setting: str) -> Any:
+    """Return the declaration of an option that sets a setting."""
+    return typer.Option(option, help=f"{setting}.", metavar="VALUE")
+
+
+Host = Annotated[str | None, setting_option("--host", ADDRESS_SETTINGS["--host"])]
+Port = Annotated[str | None, setting_option("--port", ADDRESS_SETTINGS["--port"])]
 Url = Annotated[
-    str | None, typer.Option("--url", help="Address of the service; by default the service on this machine.")
+    str | None,
+    typer.Option(
+        "--url",
+        help="Address of the service, instead of --host and --port; by default the service that runs in home.",
+        metavar="URL",
+    ),
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON on standard output, an object per line, and nothing else there.")
@@ -95,6 +112,38 @@ def settings_of(
     return settings
 
 
+def named_settings(names: Mapping[str, str], values: Sequence[str | None]) -> dict[str, tuple[str, str]]:
+    """Return the keys and values of the given options by option, for ``settings_of``.
+
+    Args:
+        names: settings by option.
+        values: value of each option, None for an option that is not given.
+    """
+    pairs = zip(names.items(), values, strict=True)
+    return {option: (key, value) for (option, key), value in pairs if value is not None}
+
+
+def settings_of_client(
+    config: Path | None,
+    overrides: list[str] | None,
+    url: str | None,
+    host: str | None,
+    port: str | None,
+    domain: str | None = None,
+) -> tuple[Settings, str | None]:
+    """Read the settings of a command that sends requests to a service, or exit with a line about the error.
+
+    Returns:
+        The settings, and the address that ``--url``, or ``--host`` and ``--port``, give; None without these options.
+    """
+    if url is not None and (host, port) != (None, None):
+        fail("--url has the host and the port: leave out --host and --port")
+    settings = settings_of(config, overrides, named_settings(ADDRESS_SETTINGS, (host, port)), domain)
+    if url is not None:
+        return settings, url.rstrip("/").removesuffix("/v1")
+    return settings, None if (host, port) == (None, None) else _configured_address(settings)
+
+
 def _check_public(key: str, value: str) -> None:
     """Exit if ``--set`` contains a secret, because all users of the machine can read a command line."""
     if key.strip() in ("serving.api_key", "serving.admin_key") and value.strip() != "null":
@@ -116,12 +165,16 @@ def redis_url(settings: Settings) -> str | None:
 def address_of(settings: Settings, url: str | None) -> str:
     """Return ``url``, or else the address of the service in the home directory, or else the configured address."""
     if url is not None:
-        return url.rstrip("/").removesuffix("/v1")
+        return url
     from osd.running import find
 
     running = find(settings.home_dir)
     # A trainer without a server has a Redis but no address.
-    return running.url if running and running.url else f"http://{settings.serving.host}:{settings.serving.port}"
+    return running.url if running and running.url else _configured_address(settings)
+
+
+def _configured_address(settings: Settings) -> str:
+    return url_of(settings.serving.host, settings.serving.port)
 
 
 def unreachable(settings: Settings, address: str, reason: object) -> NoReturn:
@@ -132,7 +185,7 @@ def unreachable(settings: Settings, address: str, reason: object) -> NoReturn:
 
     advice = ""
     if isinstance(reason, httpx2.ConnectError) and find(settings.home_dir) is None:
-        advice = f"; no service runs in {settings.home_dir}: start osd up, or set OSD_HOME or --url"
+        advice = f"; no service runs in {settings.home_dir}: start osd up, or set OSD_HOME, --port or --url"
     fail(f"{address}: {reason}{advice}", FAILURE)
 
 

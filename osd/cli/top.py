@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from osd.addresses import uses_proxies
-from osd.cli.common import AsJson, ConfigFile, Overrides, Url, address_of, key_of, settings_of, unreachable
+from osd.cli.common import (
+    AsJson,
+    ConfigFile,
+    Host,
+    Overrides,
+    Port,
+    Url,
+    address_of,
+    key_of,
+    settings_of_client,
+    unreachable,
+)
 from osd.cli.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -38,6 +49,8 @@ def top(
     interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print a single view and exit.")] = False,
     as_json: AsJson = False,
+    host: Host = None,
+    port: Port = None,
     url: Url = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -46,7 +59,7 @@ def top(
 
     Rates, shares and percentiles cover the last ten seconds; versions and totals cover the time since the start.
     """
-    settings = settings_of(config, overrides)
+    settings, url = settings_of_client(config, overrides, url, host, port)
     import httpx2
     from rich.console import Console
     from rich.live import Live

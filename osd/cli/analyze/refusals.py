@@ -13,7 +13,17 @@ import typer
 
 from osd.analysis.refusals.answers import PLAIN
 from osd.analysis.refusals.labels import LABELS
-from osd.cli.common import AsJson, CommandError, ConfigFile, Overrides, fail, key_of, settings_of
+from osd.cli.common import (
+    AsJson,
+    CommandError,
+    ConfigFile,
+    Host,
+    Overrides,
+    Port,
+    fail,
+    key_of,
+    settings_of_client,
+)
 from osd.cli.exit_codes import FAILURE
 from osd.cli.offered import measurement
 from osd.cli.report import ReportFile, Table, check_files, say, show, write
@@ -43,10 +53,15 @@ def refusals(
             metavar="KIND",
         ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Compare the osd service at this address instead.")] = None,
+    host: Host = None,
+    port: Port = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Compare the osd service at this address, or at --host and --port, instead.", metavar="URL"),
+    ] = None,
     domain: Annotated[
         list[str] | None,
-        typer.Option(help="With --url: add the drafter of this domain; may be repeated.", metavar="NAME"),
+        typer.Option(help="Of a running service: add the drafter of this domain; may be repeated.", metavar="NAME"),
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, max=100, help="Sampled answers per prompt and way.")] = 5,
     tokens: Annotated[int, typer.Option(min=1, max=4096, help="Largest number of tokens per answer.")] = 96,
@@ -66,17 +81,18 @@ def refusals(
 ) -> None:
     """Compare refusals with and without speculation: greedy answers by token, sampled answers by a judge's labels.
 
-    By default the command runs engines in float32, with each drafter and with a swap to another version. With --url it
-    uses a running service. The exit code is 1 if a greedy answer differs by more than rounding, or if more sampled
-    answers change their label than chance explains.
+    By default the command runs engines in float32, with each drafter and with a swap to another version. With --url,
+    --host or --port it uses a running service. The exit code is 1 if a greedy answer differs by more than rounding, or
+    if more sampled answers change their label than chance explains.
     """
-    engine_settings = ["target.dtype=float32", "growth.governed=false"] if url is None else []
-    settings = settings_of(config, [*(overrides or ()), *engine_settings])
+    is_of_service = (url, host, port) != (None, None, None)
+    engine_settings = [] if is_of_service else ["target.dtype=float32", "growth.governed=false"]
+    settings, url = settings_of_client(config, [*(overrides or ()), *engine_settings], url, host, port)
     check_files(json_file)
     if domain and url is None:
-        fail("--domain: needs --url; without --url choose drafters with --draft")
+        fail("--domain: needs --port or --url; without a service choose drafters with --draft")
     if draft and url is not None:
-        fail("--draft: a service at --url has its own drafters; choose among them with --domain")
+        fail("--draft: a running service has its own drafters; choose among them with --domain")
     drafts = list(dict.fromkeys(draft or _DRAFTS))
     from osd.analysis.refusals import RefusalsError
     from osd.analysis.refusals.answers import SamplingPlan

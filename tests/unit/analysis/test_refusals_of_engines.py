@@ -154,8 +154,9 @@ def test_failing_judge_prints_one_line_and_writes_no_report(tiny_target: Path, t
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    (["--domain", "code"], "--domain: needs --url"),
-    (["--url", "http://127.0.0.1:1"], "--draft: a service at --url has its own drafters"),
+    (["--domain", "code"], "--domain: needs --port or --url"),
+    (["--url", "http://127.0.0.1:1"], "--draft: a running service has its own drafters"),
+    (["--port", "1"], "--draft: a running service has its own drafters"),
     (["--draft", "ngram"], "--draft must be one of"),
     (["--judge-model", "m"], "need --judge-url"),
     (["--judge-url", "http://a"], "--judge-url: needs --judge-model"),

@@ -160,7 +160,27 @@ def test_chat_without_a_service_prints_one_line():
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "http://127.0.0.1:1" in result.stderr
-    assert "start osd up, or set OSD_HOME or --url" in result.stderr
+    assert "start osd up, or set OSD_HOME, --port or --url" in result.stderr
+
+
+def test_options_of_an_address_precede_the_service_of_home(tmp_path):
+    def address(*options: str) -> str:
+        result = run_cli("top", "--once", *options, home=tmp_path)
+        assert result.exit_code == 1
+        return result.stderr.removeprefix("osd: ").partition("/metrics")[0]
+
+    announce(tmp_path, "http://127.0.0.1:2", "redis://127.0.0.1:1")
+    with lock(tmp_path):
+        assert address() == "http://127.0.0.1:2"
+        assert address("--port", "1") == "http://127.0.0.1:1"
+        assert address("--port", "1", "--host", "::1") == "http://[::1]:1"
+        assert address("--port", "3", "--set", "serving.port=4") == "http://127.0.0.1:4"
+        assert address("--url", "http://127.0.0.1:5/v1/") == "http://127.0.0.1:5"
+
+
+def test_invalid_address_is_refused():
+    assert "serving.port (--port)" in refusal(run_cli("chat", "--port", "0"))
+    assert "leave out --host and --port" in refusal(run_cli("chat", "--port", "1", "--url", "http://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(("source", "problem"), [("./none", "directory none"), ("./none.gguf", "file none.gguf")])

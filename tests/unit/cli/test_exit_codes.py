@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 MOVES = ("drafters rollback", "drafters promote", "drafters pin", "drafters unpin")
 LISTS = ("drafters list", "traces list", "audit")
 RESULTS = ("drafters export", "drafters import", "drafters warm-up", "deploy", "vllm install")
+CLIENTS = ("chat", "replay", "top", "bench serve", "analyze refusals")
 REPORTS = ("analyze drafts", "analyze tokenizer", "analyze scaling", "analyze refusals", "simulate")
 
 
@@ -48,6 +49,7 @@ def test_commands_end_with_the_codes_of_the_table(arguments, code):
     [
         f"chat --url {NOWHERE}",
         f"top --once --url {NOWHERE}",
+        "top --once --port 1",
         f"traces list --set redis_url={REDIS}",
         f"traces purge --request chatcmpl-1 --set redis_url={REDIS}",
         f"drafters promote --set redis_url={REDIS}",
@@ -69,8 +71,16 @@ def test_command_with_a_result_prints_json_on_request(command):
     assert "--json Print JSON on standard output" in shown
 
 
-def test_json_option_is_defined_once():
-    assert [file.name for file in sources() if '"--json"' in file.read_text()] == ["common.py"]
+@pytest.mark.parametrize("option", ["--json", "--host", "--port"])
+def test_shared_option_is_defined_once(option):
+    declaration = re.compile(rf'[Oo]ption\([^)]*"{option}"')
+    assert [file.name for file in sources() if declaration.search(file.read_text())] == ["common.py"]
+
+
+@pytest.mark.parametrize("command", CLIENTS)
+def test_command_of_a_running_service_takes_its_address(command):
+    shown = " ".join(run_cli(*command.split(), "--help").stdout.split())
+    assert [option for option in ("--host VALUE", "--port VALUE", "--url URL") if option not in shown] == []
 
 
 @pytest.mark.parametrize(
