@@ -43,6 +43,15 @@ class Scrape:
                 values[sample.name][frozenset(sample.labels.items())] = sample.value
         return cls(at, dict(values))
 
+    def with_labels(self, **labels: str) -> Scrape:
+        """Return the samples with the given labels."""
+        wanted = labels.items()
+        values = {
+            name: {present: value for present, value in samples.items() if wanted <= present}
+            for name, samples in self.values.items()
+        }
+        return Scrape(self.at, values)
+
     def sum(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of a name with the given labels."""
         wanted = labels.items()
@@ -79,6 +88,10 @@ class Span:
     def seconds(self) -> float:
         """Time between the two scrapes in seconds, never 0."""
         return max(self.now.at - self.before.at, 1e-9)
+
+    def with_labels(self, **labels: str) -> Span:
+        """Return the difference of the samples with the given labels."""
+        return Span(self.before.with_labels(**labels), self.now.with_labels(**labels))
 
     def added(self, name: str, **labels: str) -> float:
         """Return the growth of a counter; a counter that fell was reset, and its new value counts."""

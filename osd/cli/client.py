@@ -15,6 +15,7 @@ from osd.cli.common import (
     MaxTokens,
     Overrides,
     Port,
+    RequestDomain,
     Temperature,
     Url,
     address_of,
@@ -25,6 +26,7 @@ from osd.cli.common import (
 )
 from osd.cli.exit_codes import FAILURE
 from osd.cli.signals import stop_signals
+from osd.config import tenant_of
 
 if TYPE_CHECKING:
     import httpx2
@@ -39,14 +41,19 @@ def replay(
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the arrival times.")] = 0,
+    domain: RequestDomain = None,
     host: Host = None,
     port: Port = None,
     url: Url = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Send prompts like independent users: new conversations do not wait for answers."""
-    settings, url = settings_of_client(config, overrides, url, host, port)
+    """Send prompts like independent users: new conversations do not wait for answers.
+
+    Without --domain the requests name no domain. The field domain of a prompt in SOURCE is not sent.
+    """
+    settings, url = settings_of_client(config, overrides, url, host, port, domain)
+    _check_domain(domain)
     import asyncio
 
     from rich.console import Console
@@ -61,7 +68,7 @@ def replay(
     except TrafficError as error:
         fail(error)
     address = address_of(settings, url)
-    plan = Load(rate, duration, limit, max_tokens, temperature, seed)
+    plan = Load(rate, duration, limit, max_tokens, temperature, seed, domain=domain)
     by_time = len(prompts) if duration is None else max(1, round(rate * duration))
     total = by_time if limit is None else limit
     console, tally = Console(stderr=True, highlight=False), Tally()
@@ -87,6 +94,7 @@ def replay(
 def chat(
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
+    domain: RequestDomain = None,
     host: Host = None,
     port: Port = None,
     url: Url = None,
@@ -94,9 +102,12 @@ def chat(
     overrides: Overrides = None,
 ) -> None:
     """Talk to the running service; an empty line or Ctrl-D ends it."""
-    settings, url = settings_of_client(config, overrides, url, host, port)
+    settings, url = settings_of_client(config, overrides, url, host, port, domain)
+    _check_domain(domain)
     import httpx2
     from rich.console import Console
+
+    from osd.traffic.open_loop import fields_of
 
     console = Console(highlight=False)
     headers = {"Authorization": f"Bearer {key}"} if (key := key_of(settings)) else {}
@@ -116,7 +127,13 @@ def chat(
             unreachable(settings, address, error)
         while text := _line(console):
             messages.append({"role": "user", "content": text})
-            body = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature, "stream": True}
+            body = {
+                "messages": messages,
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "stream": True,
+                **fields_of(domain),
+            }
             answer = ""
             try:
                 for piece in _stream(http, body):
@@ -126,6 +143,12 @@ def chat(
                 unreachable(settings, address, error)
             console.print()
             messages.append({"role": "assistant", "content": answer})
+
+
+def _check_domain(domain: str | None) -> None:
+    """Exit with a line if the name of a domain has a tenant, because clients name the domains of their own tenant."""
+    if domain is not None and tenant_of(domain):
+        fail(f"--domain {domain}: leave out the tenant {tenant_of(domain)}, which the service knows by the key")
 
 
 def _line(console: Console) -> str:

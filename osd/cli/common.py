@@ -53,6 +53,14 @@ Domain = Annotated[
 OnlyDomain = Annotated[
     str | None, typer.Option("--domain", help="Show this domain only; by default all.", metavar="NAME")
 ]
+RequestDomain = Annotated[
+    str | None,
+    typer.Option(
+        "--domain",
+        help="Domain of the requests; a tenant's domain without its tenant, which is the key's.",
+        metavar="NAME",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Largest number of completion tokens per answer.")]
 Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
 

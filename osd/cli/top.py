@@ -14,6 +14,7 @@ from osd.cli.common import (
     AsJson,
     ConfigFile,
     Host,
+    OnlyDomain,
     Overrides,
     Port,
     Url,
@@ -48,6 +49,7 @@ _FEW = 100
 def top(
     interval: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print a single view and exit.")] = False,
+    domain: OnlyDomain = None,
     as_json: AsJson = False,
     host: Host = None,
     port: Port = None,
@@ -57,9 +59,10 @@ def top(
 ) -> None:
     """Watch requests, speed, latency, drafts and training of a running service or osd learn; Ctrl-C ends it.
 
-    Rates, shares and percentiles cover the last ten seconds; versions and totals cover the time since the start.
+    Rates, shares and percentiles cover the last ten seconds; versions and totals cover the time since the start. With
+    --domain the view has drafts, versions and training only: the other figures exist for the whole service only.
     """
-    settings, url = settings_of_client(config, overrides, url, host, port)
+    settings, url = settings_of_client(config, overrides, url, host, port, domain)
     import httpx2
     from rich.console import Console
     from rich.live import Live
@@ -73,15 +76,15 @@ def top(
             time.sleep(interval)
             span = _span(scrapes, _scrape(http, address, settings))
             if as_json:
-                typer.echo(json.dumps(figures(span)))
+                typer.echo(json.dumps(figures(span) if domain is None else figures_of_domain(span, domain)))
             else:
-                Console(highlight=False).print(_view(address, span))
+                Console(highlight=False).print(_view(address, span, domain))
             if once:
                 return
         with Live(refresh_per_second=4, screen=True) as live:
             while True:
                 time.sleep(interval)
-                live.update(_view(address, _span(scrapes, _scrape(http, address, settings))))
+                live.update(_view(address, _span(scrapes, _scrape(http, address, settings)), domain))
 
 
 def _address(settings: Settings, url: str | None) -> str:
@@ -122,10 +125,6 @@ def figures(span: Span) -> dict[str, Any]:
     now, shares = span.now, (0.5, 0.99)
     drafted = span.added_by("osd_source_draft_tokens_total", "source")
     accepted = span.added_by("osd_source_accepted_tokens_total", "source")
-    versions: dict[str, list[int]] = {}
-    for (domain, _), version in now.by("osd_drafter_version", "domain", "replica").items():
-        versions[domain] = sorted({*versions.get(domain, ()), int(version)})
-    losses = now.by("osd_training_loss", "domain")
     return {
         "seconds": span.seconds,
         "running": now.sum("vllm:num_requests_running"),
@@ -143,38 +142,99 @@ def figures(span: Span) -> dict[str, Any]:
         "sources": {
             source: {"drafted": count, "accepted": accepted.get((source,), 0.0)} for (source,), count in drafted.items()
         },
-        "versions": versions,
-        "training": {
-            domain: {
-                "steps": now.sum("osd_training_steps_total", domain=domain),
-                "loss": losses.get((domain,)),
-                "lag": lag,
-            }
-            for (domain,), lag in now.by("osd_training_lag", "domain").items()
-        },
+        "versions": _serving(now),
+        "training": _training_figures(now),
     }
 
 
-def _view(address: str, span: Span) -> Table:
+def figures_of_domain(span: Span, domain: str) -> dict[str, Any]:
+    """Return the figures of the view of a domain: its drafts by version, its versions and its training."""
+    span = span.with_labels(domain=domain)
+    return {
+        "seconds": span.seconds,
+        "domain": domain,
+        "steps": span.added("osd_version_rounds_total"),
+        "drafts": _drafts_by_version(span),
+        "versions": _serving(span.now),
+        "training": _training_figures(span.now),
+    }
+
+
+def _serving(now: Scrape) -> dict[str, list[int]]:
+    """Return the versions in service by domain."""
+    versions: dict[str, list[int]] = {}
+    for (domain, _), version in now.by("osd_drafter_version", "domain", "replica").items():
+        versions[domain] = sorted({*versions.get(domain, ()), int(version)})
+    return versions
+
+
+def _training_figures(now: Scrape) -> dict[str, dict[str, float | None]]:
+    losses = now.by("osd_training_loss", "domain")
+    return {
+        domain: {
+            "steps": now.sum("osd_training_steps_total", domain=domain),
+            "loss": losses.get((domain,)),
+            "lag": lag,
+        }
+        for (domain,), lag in now.by("osd_training_lag", "domain").items()
+    }
+
+
+def _drafts_by_version(span: Span) -> dict[str, dict[str, float]]:
+    """Return the drafted and the accepted tokens of the versions that drafted."""
+    accepted = span.added_by("osd_version_accepted_tokens_total", "version")
+    return {
+        version: {"drafted": drafted, "accepted": accepted.get((version,), 0.0)}
+        for (version,), drafted in span.added_by("osd_version_draft_tokens_total", "version").items()
+        if drafted
+    }
+
+
+def _view(address: str, span: Span, domain: str | None) -> Table:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=9, style="bold")
     grid.add_column(overflow="fold")
     grid.add_row("osd", f"{address}, {time.strftime('%H:%M:%S')}, last {span.seconds:.0f} s")
-    for name, text in (
+    for name, text in _service_rows(span) if domain is None else _domain_rows(span.with_labels(domain=domain), domain):
+        grid.add_row(name, text)
+    return grid
+
+
+def _service_rows(span: Span) -> list[tuple[str, str]]:
+    return [
         ("requests", _requests(span)),
         ("speed", _speed(span)),
         ("speed-up", _speedup(span)),
         ("latency", _latency(span)),
         ("drafts", _drafts(span)),
         *(("", line) for line in _sources(span)),
-        *(("versions", line) for line in _versions(span)),
+        *(("versions", line) for line in _versions(span, swaps=True)),
+        *_learning_rows(span),
+    ]
+
+
+def _domain_rows(span: Span, domain: str) -> list[tuple[str, str]]:
+    drafted, kept = span.added("osd_version_draft_tokens_total"), span.added("osd_version_accepted_tokens_total")
+    return [
+        ("domain", f"{domain}; the other figures exist for the whole service only: leave out --domain"),
+        ("drafts", _acceptance(kept, drafted, span.added("osd_version_rounds_total"))),
+        *(
+            ("", f"version {version}: {_share(counts['accepted'], counts['drafted'])}")
+            for version, counts in _drafts_by_version(span).items()
+        ),
+        # The number of swaps is that of all domains.
+        *(("versions", line) for line in _versions(span, swaps=False)),
+        *_learning_rows(span),
+    ]
+
+
+def _learning_rows(span: Span) -> list[tuple[str, str]]:
+    return [
         *(("traced", line) for line in _traced(span)),
         *(("training", line) for line in _training(span)),
-    ):
-        grid.add_row(name, text)
-    return grid
+    ]
 
 
 def _requests(span: Span) -> str:
@@ -227,11 +287,12 @@ def _time(seconds: float) -> str:
 
 def _drafts(span: Span) -> str:
     drafted = span.added("vllm:spec_decode_num_draft_tokens_total")
-    rounds = span.added("vllm:spec_decode_num_drafts_total")
-    if not rounds:
-        return "none"
     kept = span.added("vllm:spec_decode_num_accepted_tokens_total")
-    return f"{_share(kept, drafted)}, {1 + kept / rounds:.2f} tokens per step"
+    return _acceptance(kept, drafted, span.added("vllm:spec_decode_num_drafts_total"))
+
+
+def _acceptance(kept: float, drafted: float, steps: float) -> str:
+    return f"{_share(kept, drafted)}, {1 + kept / steps:.2f} tokens per step" if steps else "none"
 
 
 def _sources(span: Span) -> list[str]:
@@ -245,18 +306,14 @@ def _share(kept: float, drafted: float) -> str:
     return f"{share} of {drafted:,.0f} tokens accepted"
 
 
-def _versions(span: Span) -> list[str]:
-    """Return a line for each domain with the versions in service and the number of swaps."""
-    now = span.now
+def _versions(span: Span, swaps: bool) -> list[str]:
+    """Return a line for each domain with the versions in service and, with ``swaps``, the number of swaps."""
     lines: list[str] = []
-    swaps = now.by("osd_swaps_total", "domain")
-    serving: dict[str, set[int]] = {}
-    for (domain, _), version in now.by("osd_drafter_version", "domain", "replica").items():
-        serving.setdefault(domain, set()).add(int(version))
-    for domain, versions in serving.items():
-        line = f"{domain}: {', '.join(map(str, sorted(versions)))} in service"
-        if (domain,) in swaps:
-            line += f", {swaps[domain,]:.0f} swaps"
+    swapped = span.now.by("osd_swaps_total", "domain") if swaps else {}
+    for domain, versions in _serving(span.now).items():
+        line = f"{domain}: {', '.join(map(str, versions))} in service"
+        if (domain,) in swapped:
+            line += f", {swapped[domain,]:.0f} swaps"
         lines.append(line)
     return lines
 

@@ -37,6 +37,7 @@ class Load:
         arrivals: recorded arrivals, which replace ``rate``, ``max_tokens`` and ``seed``.
         ignore_eos: whether answers continue to ``max_tokens``.
         store: whether the service may learn from the requests even if it does not by default.
+        domain: domain of each request; None names no domain. The domains of prompts are not sent.
     """
 
     rate: float
@@ -48,6 +49,7 @@ class Load:
     arrivals: tuple[Arrival, ...] | None = None
     ignore_eos: bool = False
     store: bool = False
+    domain: str | None = None
 
     def starts(self, prompts: int) -> Iterable[Arrival]:
         """Yield the start of each conversation.
@@ -155,6 +157,14 @@ def client_of(url: str, api_key: str | None) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=trusts)
 
 
+def fields_of(domain: str | None) -> dict[str, Any]:
+    """Return the fields of a request that name its domain; none without a domain.
+
+    The field ``osd`` also names domains that have no drafter yet, unlike the model name.
+    """
+    return {} if domain is None else {"osd": {"domain": domain}}
+
+
 async def converse(
     client: httpx2.AsyncClient,
     prompt: Prompt,
@@ -178,6 +188,7 @@ async def converse(
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if load.ignore_eos else {}),
             **({"store": True} if load.store else {}),
+            **fields_of(load.domain),
         }
         tally.sent += 1
         on_change(tally)

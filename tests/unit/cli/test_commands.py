@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -295,19 +296,42 @@ def test_export_prints_the_vllm_command(tiny_target: Path, tmp_path: Path):
     assert json.loads((out / "osd.json").read_text())["drafter"]["taps"] == list(drafter.shape.taps)
 
 
-def test_chat_on_this_machine_uses_no_proxy(monkeypatch):
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            chunk = {"choices": [{"index": 0, "delta": {"content": "Hello"}, "finish_reason": "stop"}]}
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream")
-            self.end_headers()
-            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+class Chatting(BaseHTTPRequestHandler):
+    """Handler that answers every chat with "Hello", and keeps the bodies of the requests in ``bodies``."""
 
+    bodies: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        chunk = {"choices": [{"index": 0, "delta": {"content": "Hello"}, "finish_reason": "stop"}]}
+        usage = {"choices": [], "usage": {"completion_tokens": 1}}
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+
+
+@pytest.mark.parametrize("command", [["chat"], ["replay", "FILE", "--rate", "100"]])
+def test_requests_name_the_domain_of_the_option_only(command, tmp_path):
+    (tmp_path / "FILE").write_text('{"id": "a", "domain": "math", "messages": [{"role": "user", "content": "c"}]}')
+    arguments = [str(tmp_path / word) if word == "FILE" else word for word in command]
+    with answering(Chatting) as server:
+        address = ["--host", "127.0.0.1", "--port", str(server.server_port)]
+        for option in (["--domain", "sql"], []):
+            Chatting.bodies.clear()
+            result = run_cli(*arguments, *address, *option, typed="hi\n\n")
+            assert result.exit_code == 0, result.output
+            assert [body.get("osd") for body in Chatting.bodies] == [{"domain": "sql"} if option else None]
+
+
+def test_domain_of_requests_has_no_tenant():
+    assert "leave out the tenant acme" in refusal(run_cli("chat", "--domain", "acme.code"))
+
+
+def test_chat_on_this_machine_uses_no_proxy(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with answering(Handler) as server:
+    with answering(Chatting) as server:
         url = f"http://127.0.0.1:{server.server_port}"
         result = CliRunner().invoke(app, ["chat", "--url", url], input="hi\n\n")
     assert result.exit_code == 0, result.output

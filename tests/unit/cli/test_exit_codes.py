@@ -84,7 +84,8 @@ def test_command_of_a_running_service_takes_its_address(command):
 
 
 @pytest.mark.parametrize(
-    "command", [*MOVES, *LISTS, "drafters export", "drafters follow", "drafters import", "up", "learn", "tap"]
+    "command",
+    [*MOVES, *LISTS, "drafters export", "drafters follow", "drafters import", "up", "learn", "tap", *CLIENTS[:3]],
 )
 def test_command_of_a_domain_takes_the_option_domain(command):
     assert "--domain NAME" in run_cli(*command.split(), "--help").stdout

@@ -134,6 +134,48 @@ def test_top_prints_the_figures_of_the_view_as_json():
     assert figures["latency"]["whole"] == {"p50": None, "p99": None}
 
 
+DOMAINS = """\
+osd_version_rounds_total{domain="general",version="7"} 900.0
+osd_version_draft_tokens_total{domain="general",version="7"} 4000.0
+osd_version_rounds_total{domain="sql",version="2"} 100.0
+osd_version_draft_tokens_total{domain="sql",version="2"} 300.0
+osd_version_accepted_tokens_total{domain="sql",version="2"} 150.0
+osd_version_draft_tokens_total{domain="sql",version="1"} 0.0
+osd_drafter_version{domain="sql",replica="a"} 2.0
+osd_swaps_total{domain="general"} 5.0
+osd_training_lag{domain="sql"} 4
+osd_training_loss{domain="sql"} 1.5
+"""
+
+
+def test_top_of_a_domain_shows_its_figures_only():
+    arguments = ["top", "--once", "--interval", "0.2", "--domain", "sql"]
+    with served(BEFORE, LATER + DOMAINS) as url:
+        shown = CliRunner().invoke(app, [*arguments, "--url", url], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    rows = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert rows[1:5] == [
+        "domain sql; the other figures exist for the whole service only: leave out --domain",
+        "drafts 50% of 300 tokens accepted, 2.50 tokens per step",
+        "version 2: 50% of 300 tokens accepted",
+        "versions sql: 2 in service",
+    ]
+    assert rows[5].startswith("traced sql: version 2, 42%")
+    assert "training sql: 0 steps, loss 1.500" in rows[6]
+    assert not [word for word in ("general", "swaps", "latency", "speed-up") if word in shown.stdout]
+    with served(BEFORE, LATER + DOMAINS) as url:
+        shown = CliRunner().invoke(app, [*arguments, "--json", "--url", url])
+    figures = json.loads(shown.stdout)
+    assert figures.pop("seconds") > 0
+    assert figures == {
+        "domain": "sql",
+        "steps": 100,
+        "drafts": {"2": {"drafted": 300, "accepted": 150}},
+        "versions": {"sql": [2]},
+        "training": {"sql": {"steps": 0, "loss": 1.5, "lag": 4}},
+    }
+
+
 def test_top_watches_osd_learn_in_the_same_home(tmp_path):
     announce(tmp_path, "", "redis://127.0.0.1:1")
     with lock(tmp_path), served(BEFORE, LATER) as url:
