@@ -48,7 +48,7 @@ _SKIPPED = (0.4, 0.54)  # layers that skip_layers leaves out, as shares of the d
 
 
 class BenchError(CommandError):
-    """Error of a measurement; the message is one line with the reason."""
+    """Error of a measurement that its options, prompts or settings do not allow; the message is one line."""
 
 
 def check_draft(draft: str, recalling: bool = False) -> None:

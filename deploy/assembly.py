@@ -23,12 +23,16 @@ class StartError(RuntimeError):
     """Error of an assembly that cannot start here; its message is one line with the setting to change."""
 
 
+class PartError(StartError):
+    """Error of a part that fails while it starts; its message is one line."""
+
+
 class RayDied(Exception):
     """Error of a Ray server that ended by itself; its message is one line with its name."""
 
 
 START_ERRORS = (StartError, ConfigError, TargetError, RedisSetupError)
-"""Errors of a start; the message of each is one line with the setting to change."""
+"""Errors of a start; the message of each is one line, and names the setting to change except for a ``PartError``."""
 
 
 class Assembly(ABC):
@@ -46,7 +50,9 @@ class Assembly(ABC):
         Must be called on the main thread, because the Redis server ends with the thread that started it.
 
         Raises:
-            StartError: the home directory is in use, a part does not start, or Redis stops answering.
+            StartError: the home directory is in use, the address or a file cannot be used, or a replica refuses the
+                settings.
+            PartError: a part does not start, or Redis stops answering.
             TargetError: the target cannot be loaded.
             RedisSetupError: Redis is not available.
             ConfigError: settings contradict each other, or do not fit the target.
@@ -59,7 +65,7 @@ class Assembly(ABC):
             if isinstance(error, RedisError):
                 address, reason = public_url(self.redis_url), " ".join(str(error).split())
                 message = f"Redis at {address} fails during the start ({reason}): check its load, and start again"
-                raise StartError(message) from error
+                raise PartError(message) from error
             if isinstance(error, OSError):
                 file, reason = error.filename or "a file", error.strerror or error
                 raise StartError(f"{file}: {reason}; check its owner, and the space on its disk") from error

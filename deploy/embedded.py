@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from deploy.assembly import Assembly, RayDied, StartError
+from deploy.assembly import Assembly, PartError, RayDied, StartError
 from deploy.contradictions import check_exposure, check_settings
 from deploy.local_ray import LocalRay, check_token_mode, last_line
 from deploy.local_serve import LocalServe
@@ -187,5 +187,7 @@ def check_port(host: str, port: int) -> None:
 def _start_failures() -> Generator[None]:
     try:
         yield
+    except StartError as error:
+        raise StartError(f"the service does not start: {error}") from error
     except (RayError, RuntimeError, TimeoutError) as error:
-        raise StartError(f"the service does not start: {last_line(error)}") from error
+        raise PartError(f"the service does not start: {last_line(error)}") from error

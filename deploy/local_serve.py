@@ -15,14 +15,18 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from deploy.assembly import RayDied
+from deploy.assembly import RayDied, StartError
 from deploy.local_ray import LocalRay, last_line
-from osd.config import Settings
+from osd.config import ConfigError, Settings
+from osd.target.files import TargetError
 
 logger = logging.getLogger(__name__)
 
-_ERROR = re.compile(r"[\w.]+Error: ")
-"""Beginning of the last line of a traceback."""
+_ERROR = re.compile(r"(?:\w+\.)*(\w+Error): (.*)")
+"""Last line of a traceback: the name of the class, and the text."""
+
+_REFUSALS = frozenset({ConfigError.__name__, TargetError.__name__})
+"""Errors of a replica whose settings or target must change."""
 
 _PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
 _STATUS_SECONDS = 30.0
@@ -64,6 +68,7 @@ class LocalServe:
 
         Raises:
             RayDied: a Ray server died.
+            StartError: a replica refuses the settings or the target.
             RuntimeError: Serve or a replica does not start.
             TimeoutError: they do not start in time.
         """
@@ -76,7 +81,9 @@ class LocalServe:
         try:
             self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
         except RuntimeError as error:
-            reason = self._ray.call("read the replicas' errors", _STATUS_SECONDS, _failure)
+            kind, reason = self._ray.call("read the replicas' errors", _STATUS_SECONDS, _failure)
+            if kind in _REFUSALS:
+                raise StartError(reason) from error
             raise (RuntimeError(reason) if reason else error) from error
         self._ray.wait("start the proxy", self._started, _PROXY_SECONDS)
 
@@ -137,17 +144,22 @@ class LocalServe:
 
 def error_line(message: str) -> str:
     """Return the last error in a message of Serve, without its class; empty if there is none."""
-    lines = [line.strip() for line in message.splitlines() if _ERROR.match(line.strip())]
-    return _ERROR.sub("", lines[-1]) if lines else ""
+    return _last_error(message)[1]
 
 
-def _failure() -> str:
-    """Return the last line of the error of a replica that does not start; empty if Serve knows none."""
+def _last_error(message: str) -> tuple[str, str]:
+    """Return the class and the text of the last error in a message of Serve; both are empty if there is none."""
+    errors = [found for line in message.splitlines() if (found := _ERROR.match(line.strip()))]
+    return (errors[-1][1], errors[-1][2]) if errors else ("", "")
+
+
+def _failure() -> tuple[str, str]:
+    """Return the class and the last line of the error of a replica that does not start; empty if Serve knows none."""
     from ray import serve
 
     applications = serve.status().applications.values()
     messages = [part.message for application in applications for part in application.deployments.values()]
-    return error_line("\n".join(messages))
+    return _last_error("\n".join(messages))
 
 
 def _await_controller(started: Future[None]) -> None:

@@ -39,7 +39,7 @@ from benchmarks.learning.learner import Recipe, distill
 from benchmarks.options import StreamFile
 from osd import drafting
 from osd.capture.trace import Trace
-from osd.cli.common import ConfigFile, Overrides, settings_of
+from osd.cli.common import ConfigFile, Overrides, RunError, settings_of
 from osd.cli.report import Markdown, ReportFile, Table, check_files, conclude, say
 from osd.cli.signals import stop_signals
 from osd.config import EarlyExitSettings, Settings
@@ -205,7 +205,7 @@ class CompletionBench:
         while len(finished) < len(prefixes):
             update = updates.get()
             if update.finish_reason == "error":
-                raise BenchError(f"a completion failed: {update.error}")
+                raise RunError(f"a completion failed: {update.error}")
             number = int(update.request_id)
             tokens[number] += update.token_ids
             if update.finish_reason is not None:

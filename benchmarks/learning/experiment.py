@@ -16,7 +16,7 @@ from benchmarks.learning.offline_acceptance import SLOTS, OfflineAcceptance, lon
 from benchmarks.learning.recording import Recording, RecordingError, RecordingPrompt, RecordingSetup, record
 from osd import drafting
 from osd.capture.trace import Array, Trace
-from osd.cli.common import fail
+from osd.cli.common import RunError, fail
 from osd.cli.report import say
 from osd.cli.signals import stop_signals
 from osd.config import TRAINED_SETTINGS, DrafterSettings, Settings, drafter_of
@@ -67,7 +67,8 @@ def open_experiment(
         minutes: time limit for generating answers, in minutes.
 
     Raises:
-        RecordingError: there are too few short prompts, or the time limit was reached.
+        RecordingError: there are too few short prompts.
+        RunError: the time limit was reached.
     """
     if settings.trainer.samples != "teacher":
         fail(f"trainer.samples is {settings.trainer.samples}: recorded text needs trainer.samples=teacher")
@@ -122,7 +123,8 @@ class Experiment:
         """Return a stream; record the part that is missing.
 
         Raises:
-            RecordingError: there are too few prompts, or the time limit was reached.
+            RecordingError: there are too few prompts.
+            RunError: the time limit was reached.
         """
         traces = self.record(name, self.select_prompts(name, prompts, self.size.records + self.size.unseen))
         return RecordedStream(name, traces[: self.size.records], traces[self.size.records :])
@@ -146,7 +148,7 @@ class Experiment:
         """Return the recorded text after each prompt, in order; record the part that is missing.
 
         Raises:
-            RecordingError: the time limit was reached.
+            RunError: the time limit was reached.
         """
         store = Recording(self.settings.home_dir, name, self.setup.spec)
         if {prompt.id for prompt in prompts} - store.ids():
@@ -157,7 +159,7 @@ class Experiment:
 
             missing = record(self.setup, store, prompts, 60 * self.size.minutes, report)
             if missing:
-                raise RecordingError(
+                raise RunError(
                     f"{name}: {missing} of {len(prompts)} records are missing; run the same command again to continue"
                 )
         traces = store.read(prompt.id for prompt in prompts)

@@ -25,7 +25,7 @@ from benchmarks.results import digest
 from osd import drafting
 from osd.capture.trace import Trace, decode
 from osd.capture.trace import encode as packed
-from osd.cli.common import CommandError
+from osd.cli.common import CommandError, RunError
 from osd.config import ChainSettings, DrafterSettings, EagleSettings, Settings
 from osd.drafting.recall.drafter import Recall
 from osd.engine.engine import Engine
@@ -234,7 +234,8 @@ def record(
     their final number.
 
     Raises:
-        RecordingError: a prompt is too long or failed, or another process records the same stream.
+        RecordingError: a prompt is too long, or another process records the same stream.
+        RunError: the target failed on a prompt.
     """
     with recording.writer() as writer:
         existing = recording.ids()
@@ -258,7 +259,7 @@ def record(
                 if update.finish_reason is None:
                     continue
                 if update.finish_reason not in ("stop", "length"):
-                    raise RecordingError(f"the target failed on a prompt: {update.error or update.finish_reason}")
+                    raise RunError(f"the target failed on a prompt: {update.error or update.finish_reason}")
                 running -= 1
                 # The engine emits the trace right after the last update.
                 writer.add(traces.get(timeout=60))

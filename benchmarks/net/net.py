@@ -33,9 +33,9 @@ from benchmarks.options import Kind, Minutes, Most, Passes, Records, Tokens
 from benchmarks.results import Results
 from benchmarks.service import serve
 from benchmarks.turns import rotated
-from deploy.assembly import START_ERRORS
+from deploy.cli.starts import start_errors
 from deploy.embedded import Embedded, check_port
-from osd.cli.common import ConfigFile, Overrides, Temperature, fail, settings_of
+from osd.cli.common import ConfigFile, Overrides, RunError, Temperature, fail, settings_of
 from osd.cli.report import Markdown, ReportFile, Svg, caption_of, check_files, conclude, say
 from osd.config import Settings, drafter_of
 from osd.drafting.trainable import Trainable
@@ -110,15 +110,13 @@ def net(
     if unknown:
         fail(f"--way must be one of {', '.join(WAYS)}, not {unknown[0]!r}")
     ways = [name for name in WAYS if not way or name in way]
-    try:
+    with start_errors(TrafficError):
         arriving = read(arrivals)
         if full:
             arriving = [replace(arrival, tokens=tokens) for arrival in arriving]
         prompts = [prompts_of(file) for file in stream]
         traffic = RequestStream.of(prompts, paced(arriving, None, tokens), requests, temperature)
         check_port(settings.serving.host, settings.serving.port)
-    except (TrafficError, *START_ERRORS) as error:
-        fail(error)
     opened = open_experiment(settings, before, [settings.drafter], records, _UNSEEN, tokens, minutes)
     with opened as (experiment, recorded):
         origin = [recorded.name, [trace.request_id for trace in recorded.arriving], passes, most]
@@ -133,10 +131,8 @@ def net(
         one_core()  # leave the cores to the replica and the trainer
         target = settings.target.model_copy(update={"source": str(experiment.setup.directory)})
         service = settings.model_copy(update={"target": target})
-        try:
+        with start_errors():
             measured = measure(service, results, first, traffic, load, turns, ways)
-        except START_ERRORS as error:
-            fail(error)
         several_cores(settings.engine.threads)
         costs_of_ways(settings, experiment, untrained, recorded.arriving, measured.trained_per_second, results)
     figures = {
@@ -267,7 +263,8 @@ def measure(
 
     Raises:
         deploy.assembly.StartError: the service does not start.
-        BenchError: a request or the trainer failed.
+        BenchError: the first drafter does not fit the settings.
+        RunError: a request or the trainer failed.
     """
 
     def burst() -> BurstCapacity:
@@ -315,9 +312,9 @@ def _served(settings: Settings, first: FirstDrafter, traffic: RequestStream, way
                 status = _ask(service, "status")
     if clients.tally.failed:
         reason, _ = clients.tally.errors.most_common(1)[0]
-        raise BenchError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
+        raise RunError(f"{clients.tally.failed} of {clients.tally.sent} requests failed: {reason}")
     if status.get("failure"):
-        raise BenchError(f"the trainer failed: {status['failure']}")
+        raise RunError(f"the trainer failed: {status['failure']}")
     turn = summarize_pass(way, clients.figures(), sampler, settings, status)
     if trainable and (not turn.versions or turn.versions[0] != FIRST_VERSION):
         raise BenchError("the service did not load the first drafter: it does not fit the drafter's settings")
@@ -328,12 +325,12 @@ def _ask(service: Embedded, method: str) -> Any:
     """Call a method of the trainer and return its answer.
 
     Raises:
-        BenchError: the trainer does not answer in time.
+        RunError: the trainer does not answer in time.
     """
     try:
         return service.ask_trainer(method)
     except TimeoutError as error:
-        raise BenchError(f"the trainer does not answer: {error}") from None
+        raise RunError(f"the trainer does not answer: {error}") from None
 
 
 def _wait_for_trainer(service: Embedded) -> None:
@@ -345,5 +342,5 @@ def _wait_for_trainer(service: Embedded) -> None:
             time.sleep(_LEDGER_SECONDS)
             return
         if status["failure"] or time.monotonic() > deadline:
-            raise BenchError(f"the trainer does not start: {status['failure'] or f'not within {_START_SECONDS:.0f} s'}")
+            raise RunError(f"the trainer does not start: {status['failure'] or f'not within {_START_SECONDS:.0f} s'}")
         time.sleep(0.1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import filelock
 
-from osd.cli.common import CommandError
+from osd.cli.common import RunError
 from osd.runtime.machine import cpu_fields
 
 _GGML_FLAGS = {
@@ -38,7 +38,7 @@ print(json.dumps([str(requirement) for requirement in needed]))
 """
 
 
-class PeerError(CommandError):
+class PeerError(RunError):
     """Error of a peer's installation or run; the message is the last line of its error output."""
 
 

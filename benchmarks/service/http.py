@@ -18,9 +18,9 @@ from benchmarks.engines import BenchError, encode, loading, plain_engine, runnin
 from benchmarks.options import Prompts, Tokens, Turns
 from benchmarks.streams import updates_of
 from benchmarks.turns import Spread, in_turns, ratios
-from deploy.assembly import START_ERRORS
+from deploy.cli.starts import start_errors
 from deploy.embedded import Embedded
-from osd.cli.common import ConfigFile, Overrides, fail, key_of, settings_of
+from osd.cli.common import ConfigFile, Overrides, RunError, key_of, settings_of
 from osd.cli.report import ReportFile, Table, check_files, conclude, say
 from osd.engine.engine import Engine
 from osd.engine.request import Request, SamplingParams
@@ -59,11 +59,9 @@ def http(
         texts = load(prompts)[: max(user_counts) * requests]
         engine, _ = plain_engine(settings)
     with ExitStack() as stack:
+        stack.enter_context(start_errors())
         stack.enter_context(running(engine))
-        try:
-            url = stack.enter_context(Embedded(settings, say)).url
-        except START_ERRORS as error:
-            fail(error)
+        url = stack.enter_context(Embedded(settings, say)).url
         blocks = list(measure(engine, url, key_of(settings), texts, plan))
     about = {"target": settings.target.source, "prompts": prompts, "tokens": tokens, "requests": requests}
     conclude([table(blocks)], {**about, "blocks": [asdict(block) for block in blocks]}, json_file)
@@ -98,7 +96,8 @@ def measure(
     The running ``engine`` has the settings of a replica. Only the first turn of a prompt is sent.
 
     Raises:
-        BenchError: a prompt is too long, or a request fails or returns too few tokens.
+        BenchError: a prompt is too long.
+        RunError: a request fails or returns too few tokens.
         RuntimeError: the engine fails.
     """
     limit = engine.target.context - plan.tokens
@@ -130,7 +129,7 @@ async def over_http(
     Creating the client takes 30 ms and is not measured.
 
     Raises:
-        BenchError: a request fails, or the answers do not have ``tokens`` tokens each.
+        RunError: a request fails, or the answers do not have ``tokens`` tokens each.
     """
     tally, waiting, load = Tally(), iter(prompts), Load(1.0, ignore_eos=True)
     async with client_of(url, api_key) as client:
@@ -144,7 +143,7 @@ async def over_http(
         seconds = time.perf_counter() - start
     if tally.failed or tally.tokens != len(prompts) * tokens:
         error = next(iter(tally.errors), f"{tally.tokens} tokens instead of {len(prompts) * tokens}")
-        raise BenchError(f"{tally.failed} requests failed: {error}")
+        raise RunError(f"{tally.failed} requests failed: {error}")
     return tally.first_token, seconds
 
 

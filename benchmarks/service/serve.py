@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.engines import loading
 from benchmarks.options import Prompts
-from deploy.assembly import START_ERRORS
+from deploy.cli.starts import start_errors
 from deploy.embedded import Embedded
 from osd.cli.common import (
     ConfigFile,
@@ -73,11 +73,9 @@ def serve(
         recorded = None if arrivals is None else tuple(paced(read(arrivals), rate, max_tokens))
         texts = load(prompts)
         stack.enter_context(stop_signals())
+        stack.enter_context(start_errors())
         if url is None and find(settings.home_dir) is None:
-            try:
-                address = stack.enter_context(Embedded(settings, say)).url
-            except START_ERRORS as error:
-                fail(error)
+            address = stack.enter_context(Embedded(settings, say)).url
         else:
             address = address_of(settings, url)
         plan = Load(rate or 1.0, duration, None, max_tokens, temperature, seed, recorded, recorded is not None)

@@ -23,7 +23,8 @@ import psutil
 from safetensors import safe_open
 
 from benchmarks.engines import BenchError, loading
-from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.common import ConfigFile, Overrides, RunError, fail, settings_of
+from osd.cli.exit_codes import USAGE
 from osd.cli.report import ReportFile, Table, check_files, conclude
 from osd.cli.signals import stop_signals
 from osd.config import Settings
@@ -88,7 +89,8 @@ def measure(settings: Settings, limit: float = 300.0) -> StartFigures:
         limit: seconds to wait for the start.
 
     Raises:
-        BenchError: the service did not start or did not answer.
+        BenchError: the settings or this machine do not allow the service.
+        RunError: the service did not start, or did not answer.
         osd.target.files.TargetError: the target cannot be loaded.
     """
     with run_service(settings) as (process, url, errors):
@@ -111,16 +113,18 @@ def await_answer(process: subprocess.Popen[bytes], http: httpx2.Client, errors: 
     """Wait until the service of ``process`` is ready.
 
     Raises:
-        BenchError: the process ended, or the service is not ready within ``limit`` seconds.
+        BenchError: the process ended with the code of a command that cannot run.
+        RunError: the process ended with another code, or the service is not ready within ``limit`` seconds.
     """
     deadline = time.perf_counter() + limit
     while not _healthy(http):
         if process.poll() is not None:
             lines = errors.read_text(errors="replace").split("\n")
             messages = [line for line in lines if line.strip()] or [f"exit code {process.returncode}"]
-            raise BenchError(f"osd up ended: {messages[-1].removeprefix('osd: ')}")
+            kind = BenchError if process.returncode == USAGE else RunError
+            raise kind(f"osd up ended: {messages[-1].removeprefix('osd: ')}")
         if time.perf_counter() > deadline:
-            raise BenchError(f"osd up did not answer within {limit:.0f} s")
+            raise RunError(f"osd up did not answer within {limit:.0f} s")
         time.sleep(0.02)
 
 
@@ -174,7 +178,7 @@ def _first_token(http: httpx2.Client) -> float:
             if moment is None and line.startswith("data:") and '"choices"' in line:
                 moment = time.perf_counter()
     if moment is None:
-        raise BenchError(f"the service answers {response.status_code} without a token")
+        raise RunError(f"the service answers {response.status_code} without a token")
     return moment
 
 
@@ -196,11 +200,9 @@ def _fill(http: httpx2.Client, settings: Settings) -> None:
         try:
             failures = [status for status in threads.map(send, prompts) if status != 200]
         except httpx2.HTTPError as error:
-            raise BenchError(f"the service fails while its slots are filled: {type(error).__name__}") from None
+            raise RunError(f"the service fails while its slots are filled: {type(error).__name__}") from None
     if failures:
-        raise BenchError(
-            f"the service answers {failures[0]} to {len(failures)} of {count} requests that fill its slots"
-        )
+        raise RunError(f"the service answers {failures[0]} to {len(failures)} of {count} requests that fill its slots")
 
 
 def _table_bytes(http: httpx2.Client) -> int:
@@ -219,7 +221,7 @@ def _replica_bytes(parent: int) -> tuple[int, int]:
         except psutil.Error:  # the process has just ended
             continue
     if not sizes:
-        raise BenchError("the service has no replica")
+        raise RunError("the service has no replica")
     return max(sizes)
 
 

@@ -23,6 +23,7 @@ from benchmarks.vllm import recall as recalling
 from benchmarks.vllm.exports import FORMATS
 from benchmarks.vllm.recall import KINDS, OURS, RECALL, VllmResult, share_of_ours, table
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
+from osd.cli.exit_codes import FAILURE
 from osd.cli.report import ReportFile, check_files, say, show, write
 from osd.config import ChainSettings, Settings, drafter_of
 from osd.drafting import trainable
@@ -87,7 +88,7 @@ def vllm(
         figures["exports"] = {"prompts": count, "ways": [asdict(row) for row in results]}
     write(json_file, figures)
     if problems:
-        fail("; ".join(problems))
+        fail("; ".join(problems), FAILURE)
 
 
 def _show_results(results: Sequence[VllmResult], count: int) -> list[str]:

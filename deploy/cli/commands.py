@@ -23,7 +23,6 @@ from osd.cli.common import (
     Host,
     Overrides,
     Port,
-    broken,
     fail,
     named_settings,
     setting_option,
@@ -91,7 +90,9 @@ def up(
         model, host, port, max_model_len, max_num_seqs, dtype, tensor_parallel_size, served_model_name, api_key_file,
     )  # fmt: skip
     settings = settings_of(config, overrides, named_settings(_SETTINGS_OF_OPTIONS, values), domain)
-    with _start_errors():
+    from deploy.cli.starts import start_errors
+
+    with stop_signals(), start_errors():
         console = _console(settings, "up")
         from deploy.embedded import Embedded
 
@@ -125,7 +126,9 @@ def learn(
 ) -> None:
     """Train drafters on traffic that osd tap or vLLM captures, without serving, until Ctrl-C."""
     settings = settings_of(config, overrides, domain=domain)
-    with _start_errors():
+    from deploy.cli.starts import start_errors
+
+    with stop_signals(), start_errors():
         console = _console(settings, "learn")
         from deploy.learning import Learning
 
@@ -167,10 +170,11 @@ def demo(
         fail("the demo measures our own engine: leave engine.kind unset")
     if settings.serving.keys_file is not None:
         fail("the demo sends requests and has no key of serving.keys_file: use serving.api_key")
+    from deploy.cli.starts import start_errors
     from deploy.demo.run import DemoPlan, run
     from osd.traffic.prompt import TrafficError
 
-    with _start_errors(TrafficError):
+    with stop_signals(), start_errors(TrafficError):
         run(settings, DemoPlan(source, minutes, rate), report)
 
 
@@ -277,6 +281,7 @@ def warm_up(
     from rich.console import Console
     from transformers.utils import logging as progress
 
+    from deploy.cli.starts import start_errors
     from deploy.seeding import load_prompts
     from deploy.warm_up import WarmUpError
     from deploy.warm_up import warm_up as run
@@ -284,7 +289,8 @@ def warm_up(
 
     progress.disable_progress_bar()
     with (
-        _start_errors(TrafficError, WarmUpError, OSError),
+        stop_signals(),
+        start_errors(TrafficError, WarmUpError, OSError),
         Console(stderr=True, highlight=False).status("starting ...") as status,
     ):
         warmed = run(settings, load_prompts(prompts), minutes, lambda step: status.update(f"{step} ..."))
@@ -411,20 +417,6 @@ def _await_deployment(head: Head, name: str) -> int:
         if time.monotonic() > deadline:
             fail(f"the replicas do not run after {_DEPLOY_SECONDS:.0f} seconds: {status}; {message[:300]}", FAILURE)
         time.sleep(1)
-
-
-@contextmanager
-def _start_errors(*more: type[Exception]) -> Generator[None]:
-    """Stop at a signal; exit with one line of error if the start fails or Ray dies."""
-    from deploy.assembly import START_ERRORS, RayDied
-
-    with stop_signals():
-        try:
-            yield
-        except (*START_ERRORS, *more) as error:
-            fail(error)
-        except RayDied as error:
-            broken(error)
 
 
 def _console(settings: Settings, command: str) -> Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
 
 import typer
 
@@ -66,12 +66,29 @@ Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")]
 
 
 class CommandError(Exception):
-    """Error of a command that cannot run; the message is one line with the reason."""
+    """Error of a command that cannot run; the message is one line with the reason.
+
+    Attributes:
+        code: exit code of the command.
+    """
+
+    code: ClassVar[int] = USAGE
 
 
-def fail(reason: object, code: int = USAGE) -> NoReturn:
-    """Print a line on standard error and exit, by default with the code of a command that cannot run."""
+class RunError(CommandError):
+    """Error of a command that ran: a request, an expectation or a process that it needs failed."""
+
+    code = FAILURE
+
+
+def fail(reason: object, code: int | None = None) -> NoReturn:
+    """Print a line on standard error and exit.
+
+    Without ``code`` the code is that of a ``CommandError``, and for other reasons that of a command that cannot run.
+    """
     typer.echo(f"osd: {' '.join(str(reason).split())}", err=True)
+    if code is None:
+        code = reason.code if isinstance(reason, CommandError) else USAGE
     raise typer.Exit(code)
 
 

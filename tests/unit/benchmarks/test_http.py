@@ -8,6 +8,7 @@ from rich.console import Console
 
 from benchmarks.engines import BenchError
 from benchmarks.service.http import HTTP, PROCESS, HttpPlan, LoadBlock, measure, table
+from osd.cli.common import RunError
 from osd.traffic.prompt import Prompt
 from tests.unit.benchmarks.conftest import PIECE
 from tests.unit.engine.harness import running
@@ -49,12 +50,12 @@ def test_refused_or_short_answer_ends_the_measurement(tiny_target, service):
     refused = [Prompt("0", "d", ("refuse",))]
     with (
         measured(tiny_target, service, HttpPlan((1,), rounds=1, tokens=TOKENS, turns=1), refused) as (blocks, _),
-        pytest.raises(BenchError, match="1 requests failed: HTTP 503"),
+        pytest.raises(RunError, match="1 requests failed: HTTP 503"),
     ):
         list(blocks)
     with (
         measured(tiny_target, service, HttpPlan((1,), rounds=1, tokens=TOKENS + 2, turns=1)) as (blocks, _),
-        pytest.raises(BenchError, match="6 tokens instead of 8"),
+        pytest.raises(RunError, match="6 tokens instead of 8"),
     ):
         list(blocks)
 

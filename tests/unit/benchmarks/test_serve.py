@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -11,10 +13,13 @@ from typer.testing import CliRunner, Result
 from benchmarks.service import start
 from benchmarks.service.serve import LoadResult
 from benchmarks.service.start import StartFigures, kv_bytes, weight_bytes
+from deploy.assembly import PartError, StartError
 from osd.cli.app import app
-from osd.config import EngineSettings, Settings, TargetSettings
+from osd.cli.exit_codes import FAILURE, USAGE
+from osd.config import ConfigError, EngineSettings, Settings, TargetSettings
 from osd.traffic.open_loop import Tally
 from osd.traffic.prompt import Prompt
+from tests.command import run_cli
 from tests.unit.benchmarks.conftest import PIECE
 from tests.unit.benchmarks.recorded import osd, write_prompts
 
@@ -60,7 +65,10 @@ import http.server, json, signal, subprocess, sys, time
 if sys.argv[1] == "--config":
     settings = json.load(open(sys.argv[2]))
     if settings["redis_url"]:
-        sys.exit("osd: redis_url: cannot connect")
+        print("osd: redis_url: cannot connect", file=sys.stderr)
+        sys.exit(2)
+    if settings["engine"]["context"] == 66:
+        sys.exit("osd: the service does not start")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     subprocess.run([sys.executable, __file__, "ServeReplica", str(settings["serving"]["port"])])
 asked, held = [], []
@@ -114,14 +122,29 @@ def test_start_measures_time_and_memory_of_a_replica(tiny_target: Path, tmp_path
 
 
 @pytest.mark.usefixtures("up")
-@pytest.mark.parametrize(("setting", "reason"), [
-    ("engine.context=65", "the service answers 400 to 3 of 3 requests that fill its slots"),
-    ("redis_url=redis://127.0.0.1:1/0", "osd up ended: redis_url: cannot connect"),
+@pytest.mark.parametrize(("setting", "reason", "code"), [
+    ("engine.context=65", "the service answers 400 to 3 of 3 requests that fill its slots", FAILURE),
+    ("engine.context=66", "osd up ended: the service does not start", FAILURE),
+    ("redis_url=redis://127.0.0.1:1/0", "osd up ended: redis_url: cannot connect", USAGE),
 ])  # fmt: skip
-def test_start_that_fails_is_one_sentence(tiny_target: Path, tmp_path: Path, setting: str, reason: str):
+def test_start_that_fails_is_one_sentence(tiny_target: Path, tmp_path: Path, setting: str, reason: str, code: int):
     result = started(tiny_target, tmp_path, setting, "engine.slots=3")
-    assert result.exit_code == 2
-    assert result.stderr == f"osd: {reason}\n"
+    assert (result.exit_code, result.stderr) == (code, f"osd: {reason}\n")
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (StartError("serving.port 8000 is in use"), USAGE), (ConfigError("growth.budget is 9"), USAGE),
+    (PartError("the service does not start: out of memory"), FAILURE),
+])  # fmt: skip
+def test_service_of_a_measurement_that_does_not_start_has_its_code(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def start(settings: Settings, report: Callable[[str], None]) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("benchmarks.service.serve.Embedded", start)
+    result = run_cli("bench", "serve", "--rate", "1", home=tmp_path)
+    assert (result.exit_code, result.stderr) == (code, f"osd: {error}\n")
 
 
 def test_weight_and_kv_bytes_match_the_target(tiny_target: Path, tmp_path: Path):

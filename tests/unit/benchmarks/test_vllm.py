@@ -10,9 +10,12 @@ import pytest
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.measure import AnsweredPrompt
 from benchmarks.peers.roster import PeerModels
+from benchmarks.vllm import command as vllm_command
 from benchmarks.vllm import recall as bench
+from osd.cli.exit_codes import FAILURE
 from osd.config import ChainSettings
 from osd.drafting.recall.drafter import Recall
+from tests.command import run_cli
 from tests.unit.engine.harness import prompts, running
 
 FAKE = """
@@ -77,3 +80,10 @@ def test_engine_learns_stream_and_unseen_prompts(tiny_target: Path):
         answered, answers = bench.measure_engine(client.engine, prompts([6]), 12)
         assert len(answered) == len(answers.answers) == 1
         assert memory.used() > after
+
+
+def test_vllm_command_with_other_answers_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm_command, "_untrained", lambda *given: ([], 1))
+    monkeypatch.setattr(vllm_command, "_show_results", lambda results, count: ["an answer differs"])
+    result = run_cli("bench", "vllm", "--draft", "ngram", home=tmp_path)
+    assert (result.exit_code, result.stderr) == (FAILURE, "osd: an answer differs\n")

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from osd.cli import offered as offered_module
 from osd.cli.app import app
-from osd.cli.common import CommandError
+from osd.cli.common import CommandError, RunError
+from osd.cli.exit_codes import FAILURE, USAGE
 from osd.cli.offered import Command, Group, offered
 from osd.cli.report import say
 from tests.command import imports_of
@@ -54,22 +55,22 @@ def test_command_of_a_missing_package_prints_one_line(monkeypatch: pytest.Monkey
     assert "Measure nothing." in CliRunner().invoke(runner(monkeypatch, lost), ["bench", "--help"]).stdout
 
 
-class Failing:
-    """Module with a command that fails."""
+@pytest.mark.parametrize(("kind", "code"), [(CommandError, USAGE), (RunError, FAILURE)])
+def test_error_of_an_offered_command_prints_one_line(kind: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch):
+    class Failing:
+        """Module with a command that fails."""
 
-    @staticmethod
-    def failing(count: int = typer.Option(1, help="Times.")) -> None:
-        """Fail."""
-        say(f"{count} times")
-        raise CommandError("it cannot be measured")
+        @staticmethod
+        def failing(count: int = typer.Option(1, help="Times.")) -> None:
+            """Fail."""
+            say(f"{count} times")
+            raise kind("it cannot be measured")
 
-
-def test_error_of_an_offered_command_prints_one_line(monkeypatch: pytest.MonkeyPatch):
     command = Command("bench failing", "made.up:failing", "Fail.")
     monkeypatch.setattr(offered_module, "import_module", lambda name: Failing)
     application = runner(monkeypatch, command)
     result = CliRunner().invoke(application, ["bench", "failing", "--count", "3"])
-    assert (result.exit_code, result.stderr) == (2, "3 times\nosd: it cannot be measured\n")
+    assert (result.exit_code, result.stderr) == (code, "3 times\nosd: it cannot be measured\n")
     assert "Times." in CliRunner().invoke(application, ["bench", "failing", "--help"]).stdout
 
 

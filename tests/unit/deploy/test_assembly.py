@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.assembly import Assembly, StartError
+from deploy.assembly import Assembly, PartError, StartError
 from osd.config import Settings
 from osd.registry.events import Events
 
@@ -46,7 +46,7 @@ def test_silent_redis_ends_a_start_with_one_sentence() -> None:
                 with Events(self.redis_url) as events:
                     events.recent(1)
 
-        with pytest.raises(StartError) as refused:
+        with pytest.raises(PartError) as refused:
             Reading(Settings()).start()
     assert str(refused.value).startswith(f"Redis at redis://{address} fails during the start (Timeout")
     assert str(refused.value).count("\n") == 0

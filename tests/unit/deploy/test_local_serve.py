@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
 from deploy import local_serve
-from deploy.assembly import RayDied
+from deploy.assembly import RayDied, StartError
 from deploy.local_serve import LocalServe
 from osd.config import Settings
 from serving.app import CLOSE_SECONDS
@@ -128,3 +129,22 @@ def test_end_waits_less_for_a_hanging_replica(running, results_of_replicas, seco
 def test_start_failure_of_serve_is_raised_at_once():
     with pytest.raises(RuntimeError, match="no room for a proxy"):
         LocalServe(FailingToStart(), Settings()).start()
+
+
+@pytest.mark.parametrize(("message", "kind", "reason"), [
+    ("Traceback\n  osd.target.files.TargetError: no weights\n", StartError, "no weights"),
+    ("ConfigError: engine.slots is 9", StartError, "engine.slots is 9"),
+    ("torch.OutOfMemoryError: no room", RuntimeError, "no room"),
+    ("the actor died", RuntimeError, "deployment failed"),
+])  # fmt: skip
+def test_replica_that_does_not_start_names_its_error(message, kind, reason, running, monkeypatch):
+    def fail(application, **options):
+        raise RuntimeError("deployment failed")
+
+    application = SimpleNamespace(deployments={"osd": SimpleNamespace(message=message)})
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"osd": application}))
+    serve = running(CallingAtOnce(), None)
+    monkeypatch.setattr("ray.serve.run", fail)
+    with pytest.raises(RuntimeError, match=f"^{reason}$") as refused:
+        serve.start_replicas("redis://127.0.0.1:1")
+    assert type(refused.value) is kind
