@@ -6,7 +6,6 @@ Later sources override earlier ones: defaults, YAML file, environment (``OSD_...
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from osd.config.base import ConfigError, Section
 from osd.config.scenario import Scenario
 from osd.config.secrets import with_keys, with_redis_address
 from osd.config.settings import DEFAULT_CACHE, DEFAULT_HOME, Settings
+from osd.suggestions import nearest
 
 _VLLM_PREFIX = "OSD_VLLM_"  # of variables that ``osd.vllm`` reads in other processes
 _EXAMPLES = {"--set": "engine.slots=8", "--assume": "domains.count=20"}
@@ -171,7 +171,7 @@ def _is_meant(name: str, path: tuple[str, ...], value: str) -> bool:
     link = _SERVICE_LINK.fullmatch(name)
     if link is not None and (not link["port"] or "://" in value):
         return False
-    return bool(difflib.get_close_matches(".".join(path), _keys(Settings), n=1, cutoff=0.75))
+    return nearest(".".join(path), _keys(Settings), cutoff=0.75) is not None
 
 
 def _from_overrides(overrides: Sequence[str], option: str) -> Iterator[_Entry]:
@@ -195,8 +195,8 @@ def _explain(error: ValidationError, sources: dict[tuple[str, ...], str], tree: 
     source = next((name for known, name in sources.items() if known[: len(path)] == path), "the defaults")
     if first["type"] == "extra_forbidden":
         key = next((".".join(known) for known in sources if known[: len(path)] == path), key)
-        near = difflib.get_close_matches(key, _keys(tree), n=1)
-        return f"{key} ({source}) is not a setting" + (f"; did you mean {near[0]}?" if near else "")
+        near = nearest(key, _keys(tree))
+        return f"{key} ({source}) is not a setting" + (f"; did you mean {near}?" if near else "")
     if first["type"] == "model_type":
         first_key = next(name for name in _keys(tree) if name.startswith(f"{key}."))
         return f"{key} ({source}) is a section: set one of its keys, as in {first_key}"

@@ -54,10 +54,12 @@ class Body(BaseModel):
             if name in data and not any(_equal(data[name], value) for value in values):
                 raise unsupported(name)
         present = {name: value for name, value in data.items() if name not in cls.neutral}
-        fields = {field.alias or name for name, field in cls.model_fields.items()}
-        # The error names the first unknown field only, so the other unknown fields are dropped.
-        unknown = next((name for name in present if name not in fields), None)
-        return {name: value for name, value in present.items() if name in fields or name == unknown}
+        fields = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in present:
+            if name not in fields:
+                message = "'{field}' is not supported."
+                raise PydanticCustomError("unknown_field", message, {"field": name, "known": fields})
+        return present
 
 
 def at_most(limit: int) -> BeforeValidator:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+
+from osd.suggestions import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +74,12 @@ def stopping() -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """Return a 400 error that names the first invalid field, without its value."""
     first = error.errors(include_url=False, include_input=False)[0]
-    kind = first["type"]
+    kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, "The body is not valid JSON.", code="invalid_json")
-    param = first.get("ctx", {}).get("param") or _path(first["loc"])
-    if kind == "extra_forbidden":
-        return invalid(f"'{param}' is not supported.", param, "unsupported_parameter")
+    if kind == "unknown_field":
+        return _unknown(first["loc"], **context)
+    param = context.get("param") or _path(first["loc"])
     if kind in ("too_many", "no_such"):
         return invalid(first["msg"], param)
     if kind == "unsupported":
@@ -88,6 +90,13 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, "The body must be a JSON object.", code="invalid_type")
     text = first["msg"].removeprefix("Value error, ")
     return invalid(f"'{param}': {text[:1].lower()}{text[1:]}.", param)
+
+
+def _unknown(location: tuple[int | str, ...], field: str, known: Sequence[str]) -> ApiError:
+    """Return the error for an unknown field of the object at ``location``, with the most similar known field."""
+    param, near = _path((*location, field)), nearest(field, known)
+    end = "." if near is None else f"; did you mean '{_path((*location, near))}'?"
+    return invalid(f"'{param}' is not supported{end}", param, "unsupported_parameter")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

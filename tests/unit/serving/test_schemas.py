@@ -36,6 +36,18 @@ def test_unsupported_field_is_named_in_the_error(field, value):
     assert field in error["message"]
 
 
+@pytest.mark.parametrize(("fields", "param", "near"), [
+    ({"max_token": 5}, "max_token", "max_tokens"),
+    ({"topk": 5, "temperature": "SECRET"}, "topk", "top_k"),
+    ({"osd": {"domains": "sql"}}, "osd.domains", "osd.domain"),
+    ({"messages": [{"role": "user", "contents": "SECRET"}]}, "messages[0].contents", "messages[0].content"),
+])  # fmt: skip
+def test_error_of_a_misspelt_field_names_a_similar_one(fields, param, near):
+    error = refusal(ChatRequest, **{"messages": HI, **fields})
+    assert error["message"] == f"'{param}' is not supported; did you mean '{near}'?"
+    assert error["param"] == param
+
+
 NEUTRAL = {
     "tools": [[], None], "presence_penalty": [0], "frequency_penalty": [0.0], "repetition_penalty": [1.0],
     "logprobs": [False, None], "logit_bias": [{}, None], "top_logprobs": [0, None], "min_tokens": [0],
