@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from serving.access.keys import caller_of
 from serving.dashboard.stream import Viewers
 from serving.http.errors import ApiError
+from serving.http.paths import STREAM
 from serving.http.sse import EventStream
 from serving.metrics.history import HISTORY_SECONDS
 
@@ -35,30 +36,39 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-OPEN_PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in _ASSETS)})
-"""Paths that answer without a key: static files, which hold no data. Without a key the page has status 401."""
+_PAGE = "/dashboard"
+
+OPEN_PATHS = frozenset({"/", _PAGE, *(f"{_PAGE}/{name}" for name in _ASSETS)})
+"""Paths that answer without a key: static files, which hold no data, and the redirect to the page.
+
+Without a key the page has status 401.
+"""
 
 
 def router(service: Monitored) -> APIRouter:
-    """Return the routes under ``/dashboard``."""
-    routes = APIRouter(prefix="/dashboard")
+    """Return the routes under ``/dashboard``, and the redirect from ``/`` to the page."""
+    routes = APIRouter()
     files = {name: (_FOLDER / name).read_bytes() for name in ("index.html", *_ASSETS)}
     viewers = Viewers(service)
 
     def file(name: str, status: int = 200) -> Response:
         return Response(files[name], status, _HEADERS, media_type=_TYPES[Path(name).suffix])
 
-    @routes.get("")
+    @routes.get("/")
+    async def root() -> Response:
+        return RedirectResponse(_PAGE)
+
+    @routes.get(_PAGE)
     async def page(request: Request) -> Response:
         return file("index.html", 200 if caller_of(request).may("watch") else 401)
 
-    @routes.get("/data")
+    @routes.get(f"{_PAGE}/data")
     async def data(request: Request) -> Response:
         history = asdict(await service.dashboard_bins(_seconds(request), None))
         state = await service.dashboard_state()
         return JSONResponse({**state, "history": history}, headers={"Cache-Control": "no-store"})
 
-    @routes.get("/versions")
+    @routes.get(f"{_PAGE}/versions")
     async def versions(request: Request) -> Response:
         try:
             content = await service.dashboard_versions(request.query_params.get("domain", service.settings.domain))
@@ -69,16 +79,16 @@ def router(service: Monitored) -> APIRouter:
             raise ApiError(503, message, kind="server_error", code="unavailable") from None
         return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
-    @routes.get("/stream")
+    @routes.get(STREAM)
     async def stream(request: Request) -> Response:
         seconds = _seconds(request)
         viewers.enter()
         return EventStream(viewers.follow(seconds, request.headers.get("last-event-id")), viewers.leave)
 
-    @routes.get("/{name:path}")
+    @routes.get(_PAGE + "/{name:path}")
     async def asset(name: str) -> Response:
         if not name:
-            return RedirectResponse("/dashboard")
+            return RedirectResponse(_PAGE)
         if name not in _ASSETS:
             raise ApiError(404, "This path does not exist.")
         return file(name)

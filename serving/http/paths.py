@@ -28,6 +28,7 @@ _PATHS = frozenset(
         "/admin/drafters/pin",
         "/admin/drafters/unpin",
         "/admin/traces/purge",
+        "/",
         "/dashboard",
         "/dashboard/data",
         "/dashboard/versions",

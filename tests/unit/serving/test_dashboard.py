@@ -50,6 +50,12 @@ def test_page_redirects_from_a_trailing_slash(client):
     assert client.get("/dashboard/").text == client.get("/dashboard").text
 
 
+def test_root_redirects_to_the_page(client):
+    redirect = client.get("/", follow_redirects=False)
+    assert (redirect.status_code, redirect.headers["location"], redirect.content) == (307, "/dashboard", b"")
+    assert client.get("/").text == client.get("/dashboard").text
+
+
 def test_scripts_and_styles_load_nothing_from_other_servers():
     for path in FOLDER.rglob("*"):
         if path.parent.name == "vendor":

@@ -224,5 +224,8 @@ def test_valid_key_opens_api_and_dashboard_offers_login(make_service):
     client = with_key(service, "right")
     assert [client.get(path).status_code for path in READ] == [200] * 5
     assert chat(service, "right").status_code == 200
-    assert 'id="login"' in asking(service).get("/dashboard").text
+    for path in ("/dashboard", "/"):
+        login = asking(service).get(path)
+        assert login.status_code == 401
+        assert 'id="login"' in login.text
     assert asking(service).get("/dashboard/app.js").status_code == 200
