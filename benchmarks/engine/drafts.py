@@ -21,7 +21,7 @@ from benchmarks.engines import BenchError
 from benchmarks.options import Contexts, Depth, Draft, Drafts, Prompts, Temperatures, TopP
 from osd.capture.tail import NoTracesError, newest
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, Trace
-from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_errors, redis_url, settings_of
 from osd.cli.report import ReportFile, Svg, check_files
 from osd.drafting.growth import DraftBudget, Reach
 from osd.engine.request import SamplingParams
@@ -70,9 +70,11 @@ def drafts(
     if url is None:
         fail(f"no service runs in {settings.home_dir}: start it with osd up, set redis_url, or use --live")
     try:
-        positions = positions_of(list(newest(url, settings.capture.stream, records)), places)
+        with redis_errors():
+            traces = list(newest(url, settings.capture.stream, records))
     except NoTracesError as error:
         fail(error)
+    positions = positions_of(traces, places)
     if not as_json:
         typer.echo(NOTE)
         typer.echo(

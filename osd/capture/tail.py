@@ -91,7 +91,7 @@ class TraceTail:
 
 
 class NoTracesError(ValueError):
-    """Absence of readable traces, as a message of one line with the reason."""
+    """Absence of traces, as a message of one line with the name of the streams."""
 
 
 def newest(url: str, prefix: str, records: int) -> Iterator[Trace]:
@@ -103,19 +103,17 @@ def newest(url: str, prefix: str, records: int) -> Iterator[Trace]:
         records: the maximum number of records to read; records that are not traces are skipped.
 
     Raises:
-        NoTracesError: Redis does not answer, or there is no trace.
+        NoTracesError: there is no trace.
+        redis.exceptions.RedisError: Redis does not answer.
     """
     is_empty = True
-    try:
-        for data in _newest_records(url, prefix, records):
-            try:
-                trace = decode(data)
-            except TraceError:
-                continue
-            is_empty = False
-            yield trace
-    except RedisError as error:
-        raise NoTracesError(f"traces cannot be read from Redis: {error}") from None
+    for data in _newest_records(url, prefix, records):
+        try:
+            trace = decode(data)
+        except TraceError:
+            continue
+        is_empty = False
+        yield trace
     if is_empty:
         raise NoTracesError(f"the streams {prefix} hold no trace")
 

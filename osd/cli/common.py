@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
@@ -97,6 +98,17 @@ def fail_action(error: AdminError) -> NoReturn:
     from osd.admin import UnavailableError
 
     fail(error, FAILURE if isinstance(error, UnavailableError) else USAGE)
+
+
+@contextmanager
+def redis_errors() -> Generator[None]:
+    """Exit with a line and the code of a failure if Redis does not answer."""
+    from redis.exceptions import RedisError
+
+    try:
+        yield
+    except RedisError as error:
+        fail(f"Redis does not answer: {error}", FAILURE)
 
 
 def broken(reason: object) -> NoReturn:

@@ -8,8 +8,17 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, OnlyDomain, Overrides, fail, fail_action, redis_url, settings_of
-from osd.cli.exit_codes import FAILURE
+from osd.cli.common import (
+    AsJson,
+    ConfigFile,
+    OnlyDomain,
+    Overrides,
+    fail,
+    fail_action,
+    redis_errors,
+    redis_url,
+    settings_of,
+)
 
 app = typer.Typer(help="List captured traces, and delete a request.", no_args_is_help=True)
 
@@ -23,22 +32,18 @@ def list_(
     url = redis_url(settings)
     if url is None:
         fail(f"no service runs in {settings.home_dir}; start it with osd up, or set redis_url")
-    from redis.exceptions import RedisError
     from rich.console import Console
     from rich.table import Table
 
     from osd.capture.streams import stream_states
     from osd.redis_client import connect
 
-    try:
-        with connect(url, timeout=5.0) as client:
-            states = {
-                name: state
-                for name, state in stream_states(client, settings.capture.stream).items()
-                if domain in (None, name)
-            }
-    except RedisError as error:
-        fail(f"Redis does not answer: {error}", FAILURE)
+    with redis_errors(), connect(url, timeout=5.0) as client:
+        states = {
+            name: state
+            for name, state in stream_states(client, settings.capture.stream).items()
+            if domain in (None, name)
+        }
     table = Table("domain", "records", "MiB", "waiting", "oldest waiting", box=None)
     for name, state in states.items():
         lag, age = (None, None) if state.waiting is None else (state.waiting.records, state.waiting.age)

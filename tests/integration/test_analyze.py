@@ -12,6 +12,7 @@ from typer.testing import Result
 
 from osd.capture.trace import ACCEPTED, NOT_DRAFTED, REJECTED, Array, Trace
 from osd.capture.writer import TraceWriter
+from osd.cli.exit_codes import FAILURE
 from osd.config import CaptureSettings
 from tests.command import refusal, run_cli
 from tests.traces import small_trace
@@ -71,5 +72,6 @@ def test_analysis_without_traces_is_one_sentence(redis_url: str, tmp_path: Path)
     arguments = ["tokenizer", vocabulary(tmp_path / "target"), "--traces"]
     assert refusal(analyze(redis_url, tmp_path, "drafts")) == "osd: the streams osd:traces hold no trace\n"
     assert refusal(analyze(redis_url, tmp_path, *arguments)) == "osd: --traces: the streams osd:traces hold no trace\n"
-    message = refusal(analyze("redis://127.0.0.1:1/0", tmp_path, *arguments))
-    assert message.startswith("osd: --traces: traces cannot be read from Redis: ")
+    result = analyze("redis://127.0.0.1:1/0", tmp_path, *arguments)
+    assert result.exit_code == FAILURE
+    assert result.stderr.startswith("osd: Redis does not answer: ")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_url, settings_of
+from osd.cli.common import AsJson, ConfigFile, Overrides, fail, redis_errors, redis_url, settings_of
 from osd.cli.report import ReportFile, Table, check_files, say, show
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def _traces(settings: Settings, records: int, target: Vocabulary) -> list[Passag
     if url is None:
         fail(f"--traces: no service runs in {settings.home_dir}; start it with osd up, or set redis_url")
     try:
-        return of_traces(newest(url, settings.capture.stream, records), target)
+        with redis_errors():
+            return of_traces(newest(url, settings.capture.stream, records), target)
     except (NoTracesError, PassageError) as error:
         fail(f"--traces: {error}")
 

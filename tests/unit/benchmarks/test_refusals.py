@@ -25,7 +25,6 @@ REFUSALS = [
         "drafter.layers is 9",
     ),
     ("analyze drafts", "osd up"),
-    ("analyze drafts --set redis_url=redis://127.0.0.1:1/0", "Redis"),
     ("bench rules --set engine.slotz=1", "engine.slotz"),
     ("bench serve --url http://127.0.0.1:1", "--rate, --arrivals or both"),
     ("bench serve --url http://127.0.0.1:1 --arrivals nowhere.csv", "cannot read"),

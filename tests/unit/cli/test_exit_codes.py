@@ -51,6 +51,7 @@ def test_commands_end_with_the_codes_of_the_table(arguments, code):
         f"top --once --url {NOWHERE}",
         "top --once --port 1",
         f"traces list --set redis_url={REDIS}",
+        f"analyze drafts --set redis_url={REDIS}",
         f"traces purge --request chatcmpl-1 --set redis_url={REDIS}",
         f"drafters promote --set redis_url={REDIS}",
     ],
