@@ -96,7 +96,11 @@ def up(
         console = _console(settings, "up")
         from deploy.embedded import Embedded
 
-        service = _start(Embedded, settings, console)
+        notice = (
+            f"starting a service of {settings.target.source}; this can take half a minute, and longer if the model "
+            "is downloaded first"
+        )
+        service = _start(Embedded, settings, console, notice)
         try:
             logger.info(
                 "the service answers at %s", service.url, extra={"event": "started", "fields": {"url": service.url}}
@@ -132,7 +136,8 @@ def learn(
         console = _console(settings, "learn")
         from deploy.learning import Learning
 
-        learning = _start(partial(Learning, capture=capture), settings, console)
+        notice = f"starting a trainer for {settings.target.source}"
+        learning = _start(partial(Learning, capture=capture), settings, console, notice)
         try:
             source = "a vLLM with OSD_VLLM_CAPTURE=1" if capture else "osd tap"
             console.print(f"Dashboard   {learning.dashboard}")
@@ -429,9 +434,19 @@ def _console(settings: Settings, command: str) -> Console:
     return Console(stderr=True, highlight=False, quiet=in_lines)
 
 
-def _start(kind: Callable[..., _Assembly], settings: Settings, console: Console) -> _Assembly:
+def _start(kind: Callable[..., _Assembly], settings: Settings, console: Console, notice: str) -> _Assembly:
+    """Start an assembly; a terminal shows each slow step, and other outputs show ``notice`` at the first step."""
+    is_shown = console.is_terminal and not console.quiet
+    notices = iter([] if is_shown else [notice])  # steps come from two threads, and each line of a list from one
+
     with console.status("starting ...") as status:
-        running = kind(settings, lambda step: status.update(f"{step} ..."))
+
+        def report(step: str) -> None:
+            for line in notices:
+                _tell(console, line)
+            status.update(f"{step} ...")
+
+        running = kind(settings, report)
         running.start()
     return running
 

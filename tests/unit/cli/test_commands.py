@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from deploy.cli.commands import event_line, learned_traffic, shared_learning
 from osd.admin.audit import Actor, AuditLog
 from osd.cli.app import app
+from osd.cli.exit_codes import USAGE
 from osd.config import TRAINED_SETTINGS, ConfigError, Settings
 from osd.drafting.eagle.drafter import Eagle
 from osd.registry.versions import Registry
@@ -77,6 +78,26 @@ def test_up_takes_settings_by_the_names_of_vllm(monkeypatch, tmp_path):
     assert (serving.host, serving.port, serving.model_name, serving.api_key_file) == ("127.0.0.2", 8002, "mine", key)
     assert (engine.context, engine.slots) == (4096, 8)
     assert (target.source, target.dtype, target.tensor_parallel) == ("an/id", "float32", 2)
+
+
+@pytest.mark.parametrize(("environment", "notices"), [({}, 1), ({"FORCE_COLOR": "1"}, 0)])
+def test_up_without_a_terminal_says_once_what_starts(environment, notices, monkeypatch, tmp_path):
+    class Refusing:
+        def __init__(self, settings, report):
+            self.report = report
+
+        def start(self):
+            self.report("starting Redis")
+            self.report("starting Ray")
+            raise ConfigError("not now")
+
+    monkeypatch.setattr("deploy.embedded.Embedded", Refusing)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli("up", "an/id", home=tmp_path)
+    assert result.exit_code == USAGE
+    assert result.stderr.count("  starting a service of an/id; this can take half a minute") == notices
+    assert result.stderr.endswith("osd: not now\n")
 
 
 ALL = 'all that do not set "store": false; serving.capture_default=false requires "store": true'
