@@ -28,7 +28,7 @@ from benchmarks.net.passes import (
     summarize_pass,
 )
 from benchmarks.net.service_sampler import ServiceSampler
-from benchmarks.net.tables import capacity_note, net_plots, net_tables
+from benchmarks.net.tables import capacity_note, load_plot, load_table, net_plots, net_tables
 from benchmarks.options import Kind, Minutes, Most, Passes, Records, Tokens
 from benchmarks.results import Results
 from benchmarks.service import serve
@@ -71,7 +71,15 @@ def net(
             show_default="all",
         ),
     ] = None,
-    load: Annotated[float, typer.Option(min=0.05, max=1, help="Share of the service's capacity without drafts.")] = 0.6,
+    load: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.05,
+            max=1,
+            help="Share of the service's capacity without drafts; repeat the option to compare several.",
+            show_default="0.6",
+        ),
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Allow --tokens tokens for every answer; ignore the trace's lengths.")
     ] = False,
@@ -110,6 +118,9 @@ def net(
     if unknown:
         fail(f"--way must be one of {', '.join(WAYS)}, not {unknown[0]!r}")
     ways = [name for name in WAYS if not way or name in way]
+    loads = sorted(set(load or [0.6]))
+    if len(loads) > 1 and PLAIN not in ways:
+        fail("several values of --load are compared with plain decoding: add --way plain")
     with start_errors(TrafficError):
         arriving = read(arrivals)
         if full:
@@ -132,9 +143,10 @@ def net(
         target = settings.target.model_copy(update={"source": str(experiment.setup.directory)})
         service = settings.model_copy(update={"target": target})
         with start_errors():
-            measured = measure(service, results, first, traffic, load, turns, ways)
+            measured = [measure(service, results, first, traffic, share, turns, ways) for share in loads]
         several_cores(settings.engine.threads)
-        costs_of_ways(settings, experiment, untrained, recorded.arriving, measured.trained_per_second, results)
+        trained = max(at_load.trained_per_second for at_load in measured)
+        costs_of_ways(settings, experiment, untrained, recorded.arriving, trained, results)
     figures = {
         "target": settings.target.source,
         "drafter": drafter,
@@ -143,18 +155,30 @@ def net(
         "streams": {"names": [file.stem for file in stream], "requests": requests, "tokens": tokens, "full": full},
         "temperature": temperature,
         "arrivals": arrivals.name,
-        "load": load,
-        "capacity": asdict(measured.capacity),
-        "requests_per_second": measured.rate,
-        "turns": [{name: run.figures() for name, run in turn.items()} for turn in measured.turns],
+        "capacity": asdict(measured[0].capacity),
+        "loads": [
+            {
+                "load": at_load.load,
+                "requests_per_second": at_load.rate,
+                "turns": [{name: run.figures() for name, run in turn.items()} for turn in at_load.turns],
+            }
+            for at_load in measured
+        ],
     }
-    notes = [capacity_note(measured), f"decoding costs for costs.file of osd simulate: {results.root}"]
+    notes = [
+        *(capacity_note(at_load) for at_load in measured),
+        f"decoding costs for costs.file of osd simulate: {results.root}",
+    ]
     about = (
         f"{requests} requests a turn, {turns} turn{'s' * (turns > 1)}, temperature {temperature:g}, "
-        f"{load:.0%} of the plain capacity."
+        f"{', '.join(f'{share:.0%}' for share in loads)} of the plain capacity."
     )
     caption = [caption_of(settings.target.source, Machine.here()), about]
-    tables, plots = net_tables(measured), net_plots(measured)
+    tables = [table for at_load in measured for table in net_tables(at_load)]
+    if len(measured) > 1:
+        tables, plots = [*tables, load_table(measured)], [load_plot(measured)]
+    else:
+        plots = net_plots(measured[0])
     conclude(tables, figures, json_file, plots=plots, plot=plot, caption=caption, notes=notes, markdown=markdown)
 
 

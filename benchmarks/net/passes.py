@@ -161,6 +161,11 @@ class NetResults:
     turns: list[dict[str, ServicePass]]
 
     @property
+    def load(self) -> float:
+        """Request rate as a share of the capacity."""
+        return self.rate / self.capacity.requests_per_second
+
+    @property
     def ways(self) -> list[str]:
         """Measured ways in the order of ``WAYS``."""
         return [way for way in WAYS if way in self.turns[0]]

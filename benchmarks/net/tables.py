@@ -28,6 +28,8 @@ Figure = Callable[[ServicePass], float | None]
 Turn = Mapping[str, ServicePass]
 PartFigure = Callable[[Turn, str, float, float], float]
 
+_SPEEDUP = "tokens per busy second, divided by those of plain decoding"
+
 _COMPARED = (
     *((way, PLAIN) for way in WAYS if way != PLAIN),
     (TRAINED, FROZEN),
@@ -73,7 +75,7 @@ FIGURES: dict[str, Figure] = {
 
 def net_tables(results: NetResults) -> list[Table]:
     """Return medians over the turns with their range, ratios within a turn, and the cost and saving of training."""
-    figures = Table("the same traffic, served", ("", *results.ways), [])
+    figures = Table(f"the same traffic, served at {results.load:.0%} of the capacity", ("", *results.ways), [])
     for name, value in FIGURES.items():
         figures.rows.append(
             (name, *(_median([value(turn[way]) for turn in results.turns], None) for way in results.ways))
@@ -125,7 +127,7 @@ def capacity_note(results: NetResults) -> str:
         f"Without drafts {capacity.requests} requests at once were answered at "
         f"{capacity.requests_per_second:.3f} requests and {capacity.tokens_per_second:.1f} tokens a second; "
         f"the traffic came at {results.rate:.3f} requests a second, "
-        f"{results.rate / capacity.requests_per_second:.0%} of that."
+        f"{results.load:.0%} of that."
     )
 
 
@@ -157,7 +159,32 @@ def _speed_plot(results: NetResults, drafting: Sequence[str]) -> Plot:
     def speedup(turn: Turn, way: str, first: float, last: float) -> float:
         return _speed(turn, way, first, last) / _speed(turn, PLAIN, first, last)
 
-    return _plot("tokens per busy second, divided by those of plain decoding", results, [*drafting, PLAIN], speedup)
+    return _plot(_SPEEDUP, results, [*drafting, PLAIN], speedup)
+
+
+def load_table(loads: Sequence[NetResults]) -> Table:
+    """Return the speed-up over plain decoding at each load, as medians over the turns with their range."""
+    ways = [way for way in loads[0].ways if way != PLAIN]
+    table = Table(_SPEEDUP, ("load", *ways), [])
+    for results in loads:
+        table.rows.append((f"{results.load:.0%}", *(_median(_speedups(results, way), 3) for way in ways)))
+    return table
+
+
+def load_plot(loads: Sequence[NetResults]) -> Plot:
+    """Plot the speed-up over plain decoding by load, as medians over the turns with their range."""
+    lines: dict[str, list[tuple[float, float]]] = {way: [] for way in loads[0].ways}
+    bands: dict[str, list[tuple[float, float, float]]] = {way: [] for way in lines}
+    for results in loads:
+        for way, line in lines.items():
+            values = _speedups(results, way)
+            line.append((100 * results.load, statistics.median(values)))
+            bands[way].append((100 * results.load, min(values), max(values)))
+    return Plot(_SPEEDUP, lines, dots=lines, unit="% of the plain capacity", bands=bands, top=_top(lines))
+
+
+def _speedups(results: NetResults, way: str) -> list[float]:
+    return [turn[way].speed / turn[PLAIN].speed for turn in results.turns]
 
 
 def _plot(title: str, results: NetResults, ways: Sequence[str], figure: PartFigure) -> Plot:
@@ -170,8 +197,12 @@ def _plot(title: str, results: NetResults, ways: Sequence[str], figure: PartFigu
             line.append((last, statistics.median(values)))
             if len(values) > 1:
                 bands.setdefault(way, []).append((last, min(values), max(values)))
-    most = max(value for line in lines.values() for _, value in line)
-    return Plot(title, lines, unit="requests", bands=bands, top=max(0.5, math.ceil(2 * most) / 2))
+    return Plot(title, lines, unit="requests", bands=bands, top=_top(lines))
+
+
+def _top(lines: Mapping[str, Sequence[tuple[float, float]]]) -> float:
+    """Return the upper end of the axis: the next half above the largest value."""
+    return max(0.5, math.ceil(2 * max(value for line in lines.values() for _, value in line)) / 2)
 
 
 def _speed(turn: Turn, way: str, first: float, last: float) -> float:

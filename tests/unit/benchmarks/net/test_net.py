@@ -19,6 +19,7 @@ from benchmarks.net.passes import (
 )
 from benchmarks.net.tables import capacity_note
 from benchmarks.results import Results
+from osd.capture.server import free_port
 from osd.config import EngineSettings, Settings
 from osd.traffic.arrivals import Arrival
 from osd.traffic.prompt import TrafficError
@@ -160,6 +161,10 @@ def test_first_drafter_is_trained_once(tmp_path):
         (["--set", "capture.enabled=false"], "capture.enabled and serving.capture_default must be true"),
         (["--set", "redis_url=redis://127.0.0.1:1"], "redis_url must not be set: each pass starts a Redis of its own"),
         (["--set", "registry.url=s3://bucket/b"], "registry.url must not be set: each pass has a registry of its own"),
+        (
+            ["--load", "0.5", "--load", "1", "--way", "recall"],
+            "several values of --load are compared with plain decoding: add --way plain",
+        ),
         (["--requests", "33"], "there are 32 distinct prompts for 33 requests"),
         (["--requests", "32"], "there are 20 arrivals for 32 requests"),
         (["--arrivals", "nowhere.csv"], "cannot read nowhere.csv"),
@@ -171,6 +176,7 @@ def test_net_command_refuses_invalid_input(experiment, tmp_path, arguments, sent
     rows = "".join(f"2023-11-16 18:15:{n:02}.0000000,{n + 1}\n" for n in range(20))
     (tmp_path / "trace.csv").write_text("TIMESTAMP,GeneratedTokens\n" + rows)
     options = ["--before", stream, "--stream", stream, "--arrivals", tmp_path / "trace.csv", "--requests", 16]
+    options += ["--set", f"serving.port={free_port()}"]
     result = command(experiment, tmp_path, "net", *options, *arguments)
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.output.split())

@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from benchmarks.net.passes import FROZEN, PLAIN, TRAINED, BurstCapacity, NetResults
-from benchmarks.net.tables import FIGURES, net_plots, net_tables
+from benchmarks.net.passes import FROZEN, PLAIN, RECALL, TRAINED, BurstCapacity, NetResults
+from benchmarks.net.tables import FIGURES, load_plot, load_table, net_plots, net_tables
 from osd.cli.report import write_plot
 from tests.unit.benchmarks.net.made_up_passes import CLIENTS, passes_of_ways, service_pass
 
@@ -83,3 +83,21 @@ def test_plots_show_acceptance_speed_cost_and_saving(tmp_path):
     write_plot(tmp_path / "p.svg", [acceptance, speed, alone])
     assert "of plain decoding" in (tmp_path / "p.svg").read_text()
     assert ElementTree.parse(tmp_path / "p.svg")  # noqa: S314 - our own file
+
+
+def test_speed_up_over_the_load_has_medians_and_ranges_within_a_turn():
+    def at(load, *gains):
+        turns = [passes_of_ways(recall={"tokens": 400 * gain}) for gain in gains]
+        return NetResults(BurstCapacity(8, 2.0, 10.0), 2 * load, turns)
+
+    loads = [at(0.25, 1.5, 2.0, 1.75), at(0.5, 1.25)]
+    table = load_table(loads)
+    assert [(row[0], row[table.columns.index(RECALL)]) for row in table.rows] == [
+        ("25%", "1.750 (1.500 to 2.000)"),
+        ("50%", "1.250"),
+    ]
+    plot = load_plot(loads)
+    assert plot.lines[PLAIN] == [(25, 1.0), (50, 1.0)]
+    assert plot.lines[RECALL] == [(25, 1.75), (50, 1.25)]
+    assert plot.bands[RECALL] == [(25, 1.5, 2.0), (50, 1.25, 1.25)]
+    assert plot.top == 2.0
