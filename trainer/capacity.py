@@ -1,14 +1,15 @@
 """Spare capacity for training: lowest priority, and pauses while serving needs the machine.
 
 Serving needs the machine while a request waits in one of its replicas, or while the time between two tokens exceeds
-``trainer.latency_objective_ms``. A replica reports waiting requests within 0.02 s. It reports its latency every 0.1 s,
-from one second after the first read of its load, while a process reads it. Training reads the loads every 0.04 s,
-between two operations of a micro-step too. So it yields within 200 ms of the first waiting request, and within 300 ms
-of a latency above the objective.
+``trainer.latency_objective_ms``. A replica reports within 0.02 s that a first request waits or runs. It reports its
+latency every 0.1 s, from one second after the first read of its load, while a process reads it. Training reads the
+loads every 0.02 s, between two operations of a micro-step too. So it yields within 200 ms of the first waiting request,
+and within 300 ms of a latency above the objective.
 
-While requests run, training takes at most ``trainer.duty`` of its cores' time: even at the lowest priority, a shared
-core delays the forwards of all cores. It also pauses in random slots, which measure how much requests lose to training.
-While no request runs, training does not rest. ``trainer.investor`` decides whether training is worth its cost.
+While no request runs, training does not rest. If that was at least ``trainer.duty`` of the last minutes, it never runs
+beside requests: even at the lowest priority, a shared core delays the forwards of all cores. Otherwise it takes at most
+``trainer.duty`` of its cores' time while requests run. It also pauses in random slots, which measure how much requests
+lose to training. ``trainer.investor`` decides whether training is worth its cost.
 
 All seconds of work are CPU seconds. Both limits hold on an idle core, if all operations of a micro-step are short, as
 on the CPUs that osd is measured on.
@@ -29,13 +30,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from osd.config import TrainerSettings
+from osd.economy.idle import IdleShare
 from osd.registry.replica_loads import ReplicaLoad, ReplicaLoads
 from osd.runtime.device import several_cores
 
 logger = logging.getLogger(__name__)
 
 _POLL = 0.02
-_LOOK = 0.04  # seconds between two reads of the loads within a micro-step
+_LOOK = 0.02  # seconds between two reads of the loads within a micro-step
 _RETRY = 1.0
 _BLIND_SECONDS = 5.0  # validity of the last loads while Redis is down
 
@@ -97,15 +99,16 @@ class SpareCapacity:
         self._last_share, self._read_at = 0.0, -math.inf
         self._began = self._looked = -math.inf  # start of the last work, and last check within work
         self._before = self.worked = 0.0
+        self._idle = IdleShare()
         self.reachable, self.requests_run, self.obstacle = True, False, ""
         self.on_loads: Callable[[Mapping[str, ReplicaLoad]], None] = lambda loads: None
 
     def spare(self, glance: bool = False) -> float:
         """Return the share of the time that training may use now.
 
-        It is 0 in a random pause, and while a request waits or the latency exceeds the objective in any replica. It is
-        ``trainer.duty`` while requests run, and 1 otherwise. When the loads cannot be read it stays the same for five
-        seconds, and is 0 after that.
+        It is 1 while no request runs. It is 0 in a random pause, while a request waits or the latency exceeds the
+        objective in any replica, and while requests run if there was enough time without requests. Otherwise it is
+        ``trainer.duty``. When the loads cannot be read it stays the same for five seconds, and is 0 after that.
 
         Args:
             glance: accept loads that are up to one second old, so that replicas need not report more often.
@@ -113,7 +116,8 @@ class SpareCapacity:
         now = time.monotonic()
         if now >= self._unreadable_until:
             try:
-                self._last_share, self._read_at = self._share(self._loads.read(glance)), now
+                self._last_share = self._share(self._loads.read(glance), now - self._read_at)
+                self._read_at = now
             except RedisError as error:
                 if self.reachable:
                     logger.warning("the loads of replicas cannot be read, training waits for Redis: %s", error)
@@ -126,8 +130,10 @@ class SpareCapacity:
         self.obstacle = "Redis does not answer, so the loads of replicas are unknown"
         return 0.0
 
-    def _share(self, loads: Mapping[str, ReplicaLoad]) -> float:
+    def _share(self, loads: Mapping[str, ReplicaLoad], elapsed: float) -> float:
         self.requests_run = any(load.running > 0 for load in loads.values())
+        if elapsed < _BLIND_SECONDS:
+            self._idle.observe(not self.requests_run, elapsed)
         self.on_loads(loads)
         self.obstacle = self._find_obstacle(loads)
         if self.obstacle:
@@ -141,6 +147,8 @@ class SpareCapacity:
             return "a request waits in a replica"
         if any(load.inter_token_ms > objective for load in loads.values()):
             return f"the time between two tokens is above trainer.latency_objective_ms, {objective:g} ms"
+        if self.requests_run and self._idle.suffices(self._settings.duty):
+            return f"no request ran in {self._idle.value:.0%} of the last minute, and training waits for such moments"
         if self.requests_run and self._pauses(time.monotonic()):
             return "a short random pause measures how much training slows requests"
         return ""

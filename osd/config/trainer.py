@@ -146,7 +146,8 @@ class TrainerSettings(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="maximum share of the time of its cores that training uses while requests run",
+        description="maximum share of the time of its cores that training uses while requests run, if the time without "
+        "requests is a smaller share",
     )
     price: float = Field(
         default=1.0,

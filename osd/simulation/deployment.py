@@ -13,6 +13,7 @@ from simpy.events import ProcessGenerator
 
 from osd.capture.budget import RecordSampler
 from osd.config import Scenario, Settings
+from osd.economy.idle import IdleShare
 from osd.learning.replay import STATES_SECONDS
 from osd.simulation.arrivals import SimulatedRequest, domain_shares, generate_requests
 from osd.simulation.decoding import DecodingReplica, ReplicaWork
@@ -188,6 +189,7 @@ class Deployment:
         self._pulls = VersionPulls(scenario.versions, settings.registry.pulls, nodes, costs.version_bytes)
         self._trainees = self._make_trainees()
         self._trainers = self._make_trainers()
+        self._idle, self._looked = [IdleShare() for _ in self._trainers], [0.0 for _ in self._trainers]
         self._budgets, self._offered = self._make_budgets(), 0
         self._last_wanted: dict[tuple[int, int], tuple[float, float]] = {}
         self._readers = self._make_readers()
@@ -234,9 +236,15 @@ class Deployment:
         """Return the share of its time that the trainer may use, as ``trainer.capacity`` does; 1 if it is dedicated."""
         if self._scenario.trainers.dedicated:
             return 1.0
+        idle, duty = not self.has_requests(trainer), self._settings.trainer.duty
+        now, share = self.env.now, self._idle[trainer]
+        share.observe(idle, now - self._looked[trainer])
+        self._looked[trainer] = now
         if any(replica.waiting for replica in self._neighbours(trainer)):
             return 0.0
-        return self._settings.trainer.duty if self.has_requests(trainer) else 1.0
+        if idle:
+            return 1.0
+        return 0.0 if share.suffices(duty) else duty
 
     def _neighbours(self, trainer: int) -> Sequence[DecodingReplica]:
         """Return the replicas on a trainer's machine."""

@@ -31,7 +31,7 @@ LOAD_SECONDS = 0.1
 """Seconds between two reports of the load while a trainer on this machine reads them."""
 
 POLL_SECONDS = 0.02
-"""Longest delay in seconds until such a trainer learns that requests started or stopped waiting."""
+"""Longest delay in seconds until such a trainer learns that requests began or ended to wait or to run."""
 
 REPORT_SECONDS = 1.0
 """Seconds between two reports of the load otherwise, and between two reports of the work per domain."""
@@ -91,7 +91,7 @@ class TableSizes:
 class LoadReports:
     """Reporter of an engine's load to Redis, which also follows the operator's switches.
 
-    It sends a report when requests start or stop waiting, every ``LOAD_SECONDS`` while a trainer on this machine reads
+    It sends a report when requests begin or end to wait or to run, every ``LOAD_SECONDS`` while a trainer on this machine reads
     it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it also sends the engine's
     work and the measured effects of versions on trial.
     """
@@ -109,20 +109,22 @@ class LoadReports:
         self._name, self._engine, self._uptake = name, engine, uptake
         self._loads, self._control, self._switch = loads, control, switch
         self._tokens: deque[tuple[float, int]] = deque()  # (time, tokens): the ends give the speed
-        self._is_read, self._waited, self._failing = True, False, False
+        self._is_read, self._failing = True, False
+        self._reported_state = (False, False)  # whether requests ran and waited at the last report
         self._reported_at = self._work_at = -math.inf
         self._before = engine.counters()
 
     def update(self, now: float) -> None:
         """Send the reports that are due at ``now``, seconds of a monotonic clock."""
         load = self._engine.load()
+        state = (load.running > 0, load.waiting > 0)
         pause = LOAD_SECONDS if self._is_read else REPORT_SECONDS
-        queue_changed = self._is_read and bool(load.waiting) != self._waited
-        if now - self._reported_at < pause and not queue_changed:
+        state_changed = self._is_read and state != self._reported_state
+        if now - self._reported_at < pause and not state_changed:
             return
         counts = self._engine.counters()
         latency = _inter_token_ms(self._before, counts)
-        self._waited, self._reported_at, self._before = bool(load.waiting), now, counts
+        self._reported_state, self._reported_at, self._before = state, now, counts
         report = ReplicaLoad(
             load.running, load.waiting, self._engine.drafter_version, self._speed(now, counts.completion_tokens),
             latency, counts.forwards, counts.rows, counts.busy_seconds,

@@ -81,6 +81,17 @@ def test_load_report_follows_the_queue_at_once(scene):
         assert scene.reported[-1].waiting == waiting
 
 
+def test_load_report_follows_the_first_and_last_running_request_at_once(scene):
+    for running in (0, 3, 0, 1):
+        scene.engine.now = EngineLoad(running, 0)
+        scene.run(0.01)
+        assert scene.reported[-1].running == running
+    before = len(scene.reported)
+    scene.engine.now = EngineLoad(2, 0)
+    scene.run(0.01)
+    assert len(scene.reported) == before
+
+
 def test_load_is_reported_ten_times_a_second_to_a_trainer(scene):
     scene.run(1.0)
     assert len(scene.reported) - 1 == pytest.approx(1 / LOAD_SECONDS, abs=1)

@@ -175,13 +175,13 @@ def test_micro_step_that_must_end_stops_waiting(clock):
         assert scene.give_way(clock.is_set) == pytest.approx(0.1, abs=0.03)
 
 
-def test_micro_step_reads_the_loads_every_40_ms(clock):
+def test_micro_step_reads_the_loads_every_20_ms(clock):
     scene = Scene(clock, running=0)
     with scene.capacity.working():
         for _ in range(300):
             scene.give_way()
             clock.now += 0.001
-    assert scene.reads == pytest.approx(0.3 / 0.04, abs=1)
+    assert scene.reads == pytest.approx(0.3 / 0.02, abs=1)
 
 
 def test_only_the_training_thread_gets_the_lowest_priority():
@@ -197,6 +197,30 @@ def test_only_the_training_thread_gets_the_lowest_priority():
     thread.join()
     assert seen == [19]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def serve(scene, idle, seconds):
+    """Let ``idle`` of each second pass without a request."""
+    for _ in range(seconds):
+        for running, part in ((0, idle), (1, 1 - idle)):
+            scene.running = running
+            for _ in range(10):
+                scene.clock.now += part / 10
+                scene.capacity.spare()
+
+
+def test_training_stays_out_of_requests_while_idle_time_suffices(clock):
+    scene = Scene(clock, duty=0.2)
+    serve(scene, 0.1, 300)
+    assert scene.capacity.spare() == 0.2
+    serve(scene, 0.3, 300)
+    assert scene.capacity.spare() == 0
+    assert scene.capacity.obstacle.startswith("no request ran in 3")
+    assert scene.capacity.obstacle.endswith("% of the last minute, and training waits for such moments")
+    scene.running = 0
+    assert scene.capacity.spare() == 1
+    serve(scene, 0.0, 60)
+    assert scene.capacity.spare() == 0.2
 
 
 def test_random_pauses_apply_only_while_requests_run(clock):
