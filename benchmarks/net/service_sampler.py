@@ -29,20 +29,24 @@ class ServiceSample:
 
 
 class CpuClock:
-    """CPU seconds of all descendant processes, with processes that have ended; this process is not counted.
+    """CPU seconds of all descendants of this process, or of a process and its descendants.
 
-    An ended process keeps the value of the last reading, because Ray's raylet does not add up its children.
+    Processes that have ended keep the value of the last reading, because Ray's raylet does not add up its children.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: int | None = None) -> None:
+        """Count the descendants of this process; with the id ``root``, that process and its descendants."""
+        self._root = root
         self._seen: dict[tuple[int, float], float] = {}
 
     def read(self) -> float:
         """Read the CPU time of every process and return the sum."""
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess), process.oneshot():
-                times = process.cpu_times()
-                self._seen[process.pid, process.create_time()] = times.user + times.system
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._root)
+            for process in [*([] if self._root is None else [root]), *root.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess), process.oneshot():
+                    times = process.cpu_times()
+                    self._seen[process.pid, process.create_time()] = times.user + times.system
         return sum(self._seen.values())
 
 

@@ -18,7 +18,7 @@ from benchmarks.learning.ways import OFFLINE
 from benchmarks.options import Most, Tokens
 from benchmarks.peers.measure import answer_prompts
 from benchmarks.peers.roster import LOOKUP, PeerModels
-from benchmarks.vllm import exports
+from benchmarks.vllm import exports, learning
 from benchmarks.vllm import recall as recalling
 from benchmarks.vllm.exports import FORMATS
 from benchmarks.vllm.recall import KINDS, OURS, RECALL, VllmResult, share_of_ours, table
@@ -52,6 +52,14 @@ def vllm(
             metavar="KIND",
         ),
     ] = None,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--learn",
+            help="Learn from the stream inside vLLM by capture, and next to it by a tap; and measure the cost of "
+            "capture.",
+        ),
+    ] = False,
     tokens: Tokens = 96,
     most: Most = 4.0,
     json_file: ReportFile = None,
@@ -67,7 +75,7 @@ def vllm(
     """
     settings = settings_of(config, overrides)
     check_files(json_file)
-    kinds, known = draft or [_RECALL, *FORMATS], (*KINDS, *FORMATS, _REGISTRY)
+    kinds, known = draft or ([] if learn else [_RECALL, *FORMATS]), (*KINDS, *FORMATS, _REGISTRY)
     for kind in kinds:
         if kind not in known:
             fail(f"--draft must be one of {', '.join(known)}, not {kind}")
@@ -86,6 +94,8 @@ def vllm(
         results, count = _exports(settings, stream, after, prompts, tokens, exported, most)
         problems += _show_results(results, count)
         figures["exports"] = {"prompts": count, "ways": [asdict(row) for row in results]}
+    if learn:
+        figures |= _learned(settings, stream, after, prompts, tokens)
     write(json_file, figures)
     if problems:
         fail("; ".join(problems), FAILURE)
@@ -151,6 +161,19 @@ def _exports(
         Path(scratch, "path").mkdir()
         vllm_answers = exports.measure_vllm(models, settings.cache_dir, Path(scratch, "path"), exported, answered)
         return exports.rows(engine_answers, vllm_answers), len(answered)
+
+
+def _learned(settings: Settings, stream: str, after: int, prompts: int, tokens: int) -> dict[str, Any]:
+    """Show how drafters learn inside vLLM and next to it, and return the figures."""
+    with loading():
+        texts, directory = list(load(stream)), target_directory(settings)
+    if len(texts) < after + prompts:
+        fail(f"{stream} has {len(texts)} prompts: --after and --prompts need {after + prompts}")
+    models = _models(settings, directory, learning.CLIENTS)
+    results, costs = learning.compare(models, settings.cache_dir, texts[:after], texts[after : after + prompts], tokens)
+    for each in learning.tables(results, costs):
+        show(each)
+    return {"learned": [asdict(result) for result in results], "capture": asdict(costs)}
 
 
 def _chains(depth: int) -> ChainSettings:

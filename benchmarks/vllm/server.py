@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import httpx2
+import psutil
 
 from benchmarks.peers.environments import PeerError, last_error
 from benchmarks.peers.roster import VLLM, PeerModels, vllm_variables
@@ -110,6 +111,15 @@ class VllmServer:
         if answer.status_code != 200:
             raise PeerError(f"vLLM refused a prompt with {answer.status_code}: {answer.text}"[:300])
         return time.perf_counter() - start, answer.json()["choices"][0]["token_ids"]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, whose children decode."""
+        return self._process.pid
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes that the server has started."""
+        return psutil.Process(self.pid).children(recursive=True)
 
     def scrape(self) -> Scrape:
         """Return the current metrics."""
