@@ -46,6 +46,7 @@ def test_cpu_clock_counts_descendants_after_their_end():
         process.stdout.readline()
         spent = clock.read() - before
         assert spent > 0.25
+        assert CpuClock(process.pid).read() >= spent
         process.communicate("\n")
     assert not psutil.pid_exists(process.pid)
     assert clock.read() - before >= spent
