@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -98,7 +98,7 @@ class World:
         return [str(Path(sys.executable).with_name("osd")), *arguments]
 
     @contextlib.contextmanager
-    def process(self, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    def process(self, *arguments: str, **variables: str) -> Generator[subprocess.Popen[bytes]]:
         """Run a command of osd until the context ends.
 
         Raises:
@@ -139,6 +139,7 @@ def learn(world: World, way: str, prompts: Sequence[Prompt], unseen: Sequence[Pr
     Raises:
         PeerError: vLLM or a process of osd does not start, or ends.
     """
+    say(f"{way}: starting")
     inside = way == INSIDE
     with world.process("learn", *(["--capture"] if inside else [])) as trainer:
         _await(lambda: world.stable() >= 1, f"osd learn publishes no version: see {world.home}/learn.log")
@@ -189,16 +190,13 @@ def compare(
     models: PeerModels, cache: Path, prompts: Sequence[Prompt], unseen: Sequence[Prompt], tokens: int
 ) -> tuple[list[LearningResult], CostResult]:
     """Return the results of both ways to learn, and the cost of capture with the last version of the first way."""
-    results = []
-    for way in (INSIDE, BESIDE):
-        say(f"{way}: starting")
-        with tempfile.TemporaryDirectory() as home, RedisServer(_REDIS_MB) as redis:
-            world = World(models, cache, Path(home), redis)
-            results.append(learn(world, way, prompts, unseen, tokens))
-            say(f"{way}: {results[-1]}")
-            if way == INSIDE:
-                costs = cost(world, unseen, tokens)
-    return results, costs
+    with tempfile.TemporaryDirectory() as home, RedisServer(_REDIS_MB) as redis:
+        world = World(models, cache, Path(home), redis)
+        inside = learn(world, INSIDE, prompts, unseen, tokens)
+        costs = cost(world, unseen, tokens)
+    with tempfile.TemporaryDirectory() as home, RedisServer(_REDIS_MB) as redis:
+        beside = learn(World(models, cache, Path(home), redis), BESIDE, prompts, unseen, tokens)
+    return [inside, beside], costs
 
 
 def tables(results: Sequence[LearningResult], costs: CostResult) -> list[Table]:
@@ -266,7 +264,7 @@ def _drain(redis_url: str) -> int:
             time.sleep(0.5)
 
 
-def _await(is_done: Any, problem: str) -> None:
+def _await(is_done: Callable[[], bool], problem: str) -> None:
     end = time.monotonic() + _START_SECONDS
     while not is_done():
         if time.monotonic() > end:
