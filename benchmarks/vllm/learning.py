@@ -119,7 +119,9 @@ class World:
     def export(self, number: int) -> Mapping[str, Any]:
         """Export a version as operators do, and return vLLM's ``--speculative-config`` for it."""
         out = self.home / f"export-{number}"
-        run(self.command("drafters", "export", str(number), "--format", "speculators", "--out", str(out)), **self._osd)
+        if not out.exists():
+            command = self.command("drafters", "export", str(number), "--format", "speculators", "--out", str(out))
+            run(command, **self._osd)
         return {"model": str(out), "method": "eagle3", "num_speculative_tokens": LOOKUP}
 
     def server(self, speculative: Mapping[str, Any], capture: bool) -> VllmServer:
