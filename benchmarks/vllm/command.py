@@ -25,6 +25,7 @@ from benchmarks.vllm.recall import KINDS, OURS, RECALL, VllmResult, share_of_our
 from osd.cli.common import ConfigFile, Overrides, fail, settings_of
 from osd.cli.exit_codes import FAILURE
 from osd.cli.report import ReportFile, check_files, say, show, write
+from osd.cli.signals import stop_signals
 from osd.config import ChainSettings, Settings, drafter_of
 from osd.drafting import trainable
 from osd.drafting.recall.drafter import Recall
@@ -136,6 +137,7 @@ def _exports(
     chains = settings.model_copy(update={"growth": _chains(LOOKUP), "verification": None})
     readers = [drafter_of(kind, settings.drafter) for kind in FORMATS]
     with (
+        stop_signals(),
         open_experiment(chains, Path(stream), readers, after, prompts, tokens, 60.0) as (experiment, recorded),
         tempfile.TemporaryDirectory() as scratch,
     ):
@@ -170,7 +172,9 @@ def _learned(settings: Settings, stream: str, after: int, prompts: int, tokens: 
     if len(texts) < after + prompts:
         fail(f"{stream} has {len(texts)} prompts: --after and --prompts need {after + prompts}")
     models = _models(settings, directory, learning.CLIENTS)
-    results, costs = learning.compare(models, settings.cache_dir, texts[:after], texts[after : after + prompts], tokens)
+    with stop_signals():
+        unseen = texts[after : after + prompts]
+        results, costs = learning.compare(models, settings.cache_dir, texts[:after], unseen, tokens)
     for each in learning.tables(results, costs):
         show(each)
     return {"learned": [asdict(result) for result in results], "capture": asdict(costs)}
