@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from osd.capture.trace import Trace
 from osd.config import TrainerSettings
 from osd.drafting.trainable import Trainable
+from osd.economy.effect import KNOWN_WIDTH
 from osd.economy.report import RECALL_ALONE, Measured
 from osd.learning.batch import DistillBatch
 from osd.learning.drift import Drift, DriftWatch
@@ -195,7 +196,8 @@ class Publisher:
 
         def judge(candidate: Trainable, baseline: Trainable) -> GateDecision:
             scores = self._scores(learner.gate, baseline)
-            return learner.gate.judge(candidate, scores, lambda: self._held_out(learner))
+            # Each version costs a swap and its measurement, and replicas cannot measure smaller gains.
+            return learner.gate.judge(candidate, scores, lambda: self._held_out(learner)).with_least_gain(KNOWN_WIDTH)
 
         def describe(decision: GateDecision) -> dict[str, Any]:
             manifest: dict[str, Any] = {"trained_on": trained_on, TARGET: self._target}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +50,12 @@ class GateDecision:
             return None
         log = math.log(self.candidate.length_with_recall / self.baseline.length_with_recall)
         return log if math.isfinite(log) else None
+
+    def with_least_gain(self, least: float) -> GateDecision:
+        """Return a rejection if the candidate passed with a smaller ``log_gain`` than ``least``, else this decision."""
+        if not self.passed or self.log_gain is None or self.log_gain >= least:
+            return self
+        return replace(self, passed=False, reason=f"{self.reason}, less than {math.expm1(least):.0%} more with recall")
 
     def figures(self) -> dict[str, Any]:
         """Return both sets of figures as JSON values; names of the baseline's begin with ``baseline_``."""

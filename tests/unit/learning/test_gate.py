@@ -139,6 +139,24 @@ def test_lower_expected_length_is_rejected():
     assert "tokens per step fell from 1.910 to 1.510" in verdict.reason
 
 
+def test_least_gain_counts_tokens_with_recall():
+    same, base = (
+        [0.5] * 200,
+        gate_figures((0.4, 0.4), 200, overlaps=torch.full((200,), 0.5, dtype=torch.float64), weight=0.2),
+    )
+    better = gate_figures((0.5, 0.4), 200, overlaps=torch.full((200,), 0.5, dtype=torch.float64), weight=0.2)
+    decision = GATE.decide(better, base)
+    gain = decision.log_gain
+    assert decision.passed
+    assert 0.01 < gain < 0.02, "without recall 0.09"
+    assert decision.with_least_gain(0.01) is decision
+    refused = decision.with_least_gain(0.02)
+    assert (refused.passed, refused.waits, refused.log_gain) == (False, False, gain)
+    assert refused.reason == "expected tokens per step 1.560 -> 1.700, less than 2% more with recall"
+    fallen = GATE.decide(figures(same, (0.3, 0.7)), figures(same, (0.7, 0.3)))
+    assert fallen.with_least_gain(0.01) is fallen
+
+
 def test_figures_with_nan_never_pass():
     nan = figures([float("nan")] * 200, (float("nan"), 0.5))
     assert not GATE.decide(nan, figures([0.1] * 200, (0.1, 0.1))).passed

@@ -91,6 +91,16 @@ def test_failed_publication_is_retried_later(parts, caplog, error, seconds):
     assert len(caplog.records) == (2 if seconds == 2.0 else 1), "a full disk is logged once"
 
 
+@pytest.mark.parametrize("gain", [0.0, 0.014, 0.016])
+def test_candidate_with_a_gain_below_one_percent_is_rejected(parts, gain):
+    after = gate_figures((0.5 + gain,))
+    parts.learner.gate.judge.return_value = GateDecision(True, False, "better", after, gate_figures((0.5,)))
+    parts.promotion.propose.return_value = CandidateOutcome(GateDecision(False, True, "pinned"), None)
+    parts.publisher.propose(parts.learner)
+    _, judge, _ = parts.promotion.propose.call_args.args
+    assert judge(Toy(), Toy()).passed is (gain > 0.015)
+
+
 @pytest.mark.parametrize(("decision", "version", "rejected"), [
     (GateDecision(True, False, "better"), 2, 0),
     (GateDecision(False, False, "worse"), None, 1),
