@@ -91,9 +91,9 @@ class TableSizes:
 class LoadReports:
     """Reporter of an engine's load to Redis, which also follows the operator's switches.
 
-    It sends a report when requests begin or end to wait or to run, every ``LOAD_SECONDS`` while a trainer on this machine reads
-    it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it also sends the engine's
-    work and the measured effects of versions on trial.
+    It sends a report when requests begin or end to wait or to run, every ``LOAD_SECONDS`` while a trainer on this
+    machine reads it, and every ``REPORT_SECONDS`` otherwise. Once per ``REPORT_SECONDS`` it also sends the work
+    of the engine and the measured effects of versions on trial.
     """
 
     def __init__(
