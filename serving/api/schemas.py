@@ -101,10 +101,12 @@ class StreamOptions(Body):
     """Token counts that a stream reports in addition to text."""
 
     include_usage: bool | None = Field(
-        None, description="end the stream with an event that has the usage", json_schema_extra={"default": False}
+        default=None,
+        description="end the stream with an event that has the usage",
+        json_schema_extra={"default": False},
     )
     continuous_usage_stats: bool | None = Field(
-        None, description="report the usage so far in each event", json_schema_extra={**VLLM, "default": False}
+        default=None, description="report the usage so far in each event", json_schema_extra={**VLLM, "default": False}
     )
 
 
