@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -138,6 +139,8 @@ class AssemblerProcess:
             log.warning("the assembler of traces cannot be started: %s", error)
             return None
         os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+        with suppress(OSError):  # on a CPU, vLLM binds this worker to the cores that decode
+            os.sched_setaffinity(process.pid, os.sched_getaffinity(os.getppid()))
         while process.poll() is None:
             if self._closed.wait(_POLL_SECONDS):
                 process.terminate()

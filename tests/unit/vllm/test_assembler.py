@@ -58,6 +58,14 @@ def test_assembler_with_bad_settings_is_not_started_again(caplog):
         assert (counters["restarts"], counters["frames"]) == (0, 0)
 
 
+def test_assembler_is_not_bound_to_the_cores_of_its_worker(monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: calls.append(cores))
+    with closing(AssemblerProcess(ORIGIN)):
+        wait_until(lambda: calls)
+    assert calls[0] == os.sched_getaffinity(os.getppid())
+
+
 def test_pauses_between_restarts_grow(monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with closing(AssemblerProcess(ORIGIN)) as assembler:
