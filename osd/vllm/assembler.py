@@ -62,6 +62,7 @@ class Assembler:
         self._offered = 0
         self._number: int | None = None  # of the last frame
         self._published: dict[str, int] = {}
+        self._ring.count("lost_assembler", self._unfinished())
         member = Member("replica", assignment.member)
         self._follower = PurgeFollower(Purges(redis_url), member, self._forget)
         self._ended = threading.Event()
@@ -84,7 +85,7 @@ class Assembler:
                 look_at = now + _LOOK_SECONDS
                 with self._lock:
                     self._offer(self._assembly.expire(now))
-                self._publish()
+            self._publish()
             if frame is None:
                 time.sleep(_IDLE_SECONDS)
 
@@ -130,6 +131,15 @@ class Assembler:
     def _settled(self) -> int:
         """Return the number of traces that were written or dropped."""
         return self._writer.counters()["written"] + sum(self._writer.losses().values())
+
+    def _unfinished(self) -> int:
+        """Return the number of open requests and of traces that wait for Redis, of all assemblers of the ring.
+
+        Before the first frame they are those of an assembler that was killed.
+        """
+        counters = self._ring.counters()
+        lost = sum(count for name, count in counters.items() if name.startswith("lost_"))
+        return counters["requests"] - counters["closed"] + counters["traces"] - counters["written"] - lost
 
     def _publish(self) -> None:
         """Add the counts of the writer since the last call to the counters in the ring."""

@@ -74,7 +74,7 @@ class AssemblerProcess:
         """Send a record to the assembler; return False when it is dropped."""
         parts = encode(record)
         with self._lock:
-            return self._ring is not None and self._ring.put(parts)
+            return self._ring is not None and self._ring.put(parts, len(record.begun))
 
     def counters(self) -> dict[str, int]:
         """Return the counters of the ring, and the number of ``restarts`` of the process."""

@@ -61,8 +61,8 @@ class TraceAssembly:
         Args:
             origin: common fields of all traces.
             segment: limit on the completion tokens of a trace.
-            count: called with the name of each event: ``requests``, ``traces``, ``gaps``, ``limited``, ``expired`` or
-                ``purged``.
+            count: called with the name of each event: ``closed`` (a request), ``traces``, ``empty`` (a request that
+                ended early without a trace), ``gaps``, ``limited``, ``expired`` or ``purged``.
             is_purged: returns whether a request id was purged, so that its capture does not begin.
             max_requests: limit on open requests.
             max_bytes: limit on the bytes of open requests.
@@ -118,18 +118,22 @@ class TraceAssembly:
 
     def end_all(self) -> list[Trace]:
         """End all requests, because records are lost or no more will follow; return their traces."""
-        return [trace for key in list(self._open) for trace in self._end(key)]
+        return [trace for key in list(self._open) for trace in self._cut(key)]
 
     def expire(self, now: float) -> list[Trace]:
         """End the requests without rows for ``SILENT_SECONDS``, and return their traces."""
         silent = [key for key, request in self._open.items() if now - request.touched >= SILENT_SECONDS]
-        return [trace for key in silent for trace in self._end_early(key, "expired")]
+        traces: list[Trace] = []
+        for key in silent:  # a client that left before the first token loses nothing, so this is not ``_cut``
+            self._count("expired")
+            traces += self._end(key)
+        return traces
 
     def purge(self, is_purged: Callable[[str], bool]) -> int:
         """Drop the open requests whose id ``is_purged`` accepts, and return their number."""
         purged = [key for key, request in self._open.items() if is_purged(request.admission.request_id)]
         for key in purged:
-            self._bytes -= self._open.pop(key).nbytes
+            self._close(key)
             self._count("purged")
         return len(purged)
 
@@ -148,15 +152,14 @@ class TraceAssembly:
 
     def _begin(self, admission: CapturedRequest, version: int, now: float) -> list[Trace]:
         traces = self._end(admission.key)
+        request = _Request(admission, self._origin, self._segment, version, now)
+        self._open[admission.key] = request
+        self._bytes += request.nbytes
         if self._is_purged(admission.request_id):
+            self._close(admission.key)
             self._count("purged")
-        elif len(self._open) >= self._max_requests:
-            self._count("limited")
-        else:
-            request = _Request(admission, self._origin, self._segment, version, now)
-            self._open[admission.key] = request
-            self._bytes += request.nbytes
-            self._count("requests")
+        elif len(self._open) > self._max_requests:
+            traces += self._end_early(admission.key, "limited")
         return traces
 
     def _build(self, request: _Request, least: int) -> list[Trace]:
@@ -168,8 +171,7 @@ class TraceAssembly:
             self._count("traces")
         self._bytes += request.nbytes - before
         if request.is_complete:
-            self._bytes -= request.nbytes
-            del self._open[request.admission.key]
+            self._close(request.admission.key)
         return traces
 
     def _end(self, key: str) -> list[Trace]:
@@ -178,12 +180,24 @@ class TraceAssembly:
             return []
         traces = self._build(request, least=1)
         if not request.is_complete:
-            self._bytes -= self._open.pop(key).nbytes
+            self._close(key)
         return traces
 
     def _end_early(self, key: str, reason: str) -> list[Trace]:
         self._count(reason)
-        return self._end(key)
+        return self._cut(key)
+
+    def _cut(self, key: str) -> list[Trace]:
+        """End an open request before its last token; count it if no trace has any of its tokens."""
+        request = self._open[key]
+        traces = self._end(key)
+        if request.is_empty:
+            self._count("empty")
+        return traces
+
+    def _close(self, key: str) -> None:
+        self._bytes -= self._open.pop(key).nbytes
+        self._count("closed")
 
 
 def _new_tokens(record: StepRecord) -> NDArray[Any]:
@@ -234,6 +248,11 @@ class _Request:
     _tokens: list[NDArray[Any]] = field(default_factory=list)
     _states: list[NDArray[Any]] = field(default_factory=list)
     _scales: list[NDArray[Any]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no segment was built."""
+        return not self._number
 
     def __post_init__(self) -> None:
         """Begin the context with the prompt, without the tokens that have no states."""

@@ -28,17 +28,17 @@ takes 12.9 MB. A step that reads 16,384 tokens of prompts takes 208 MB and fits 
 """
 
 COUNTERS = (
-    *("frames", "dropped", "dropped_bytes"),
-    *("damaged", "holes", "refused", "requests", "traces", "gaps", "limited", "expired", "purged", "written"),
-    *("lost_queue", "lost_closed", "lost_encoding", "lost_redis"),
+    *("frames", "dropped", "dropped_bytes", "dropped_requests"),
+    *("requests", "damaged", "holes", "refused", "closed", "traces", "empty", "gaps", "limited", "expired", "purged"),
+    *("written", "lost_assembler", "lost_queue", "lost_closed", "lost_encoding", "lost_redis"),
 )
-"""Names of the counters in a ring; the producer counts the first three, and the consumer all others."""
+"""Names of the counters in a ring; the producer counts the first four, and the consumer all others."""
 
 _FOLDER = "/dev/shm"  # noqa: S108 - where the kernel shows shared memory
 _HEADER = mmap.PAGESIZE
 _WORD = 8
 _SIZE, _WRITTEN, _TAKEN, _FIRST_COUNTER = range(4)  # words of the header
-_FRAME = struct.Struct("<QQI4x")  # number, length, checksum
+_FRAME = struct.Struct("<QQII")  # number, length, begun requests, checksum
 
 
 class RingError(OSError):
@@ -125,10 +125,12 @@ class Ring:
         """Number of bytes that the consumer has not taken."""
         return int(self._header[_WRITTEN]) - int(self._header[_TAKEN])
 
-    def put(self, parts: Sequence[Buffer]) -> bool:
-        """Add a frame with the concatenation of ``parts``; return False when it is dropped, because the ring is full.
+    def put(self, parts: Sequence[Buffer], begun: int = 0) -> bool:
+        """Add a frame; return False when it is dropped, because the ring is full. A dropped frame takes a number too.
 
-        A dropped frame takes a number too.
+        Args:
+            parts: the buffers whose concatenation is the frame.
+            begun: the number of requests whose capture begins in the frame, for the counters.
         """
         views = [np.frombuffer(part, np.uint8) for part in parts]
         length = sum(map(len, views))
@@ -136,9 +138,10 @@ class Ring:
         if not 0 <= self.used <= self.capacity - _space(length):
             self.count("dropped")
             self.count("dropped_bytes", length)
+            self.count("dropped_requests", begun)
             return False
         position = int(self._header[_WRITTEN])
-        head = _FRAME.pack(number, length, _checksum(number, length, parts))
+        head = _FRAME.pack(number, length, begun, _checksum(number, length, begun, parts))
         at = position
         for view in (np.frombuffer(head, np.uint8), *views):
             self._write(at, view)
@@ -157,13 +160,15 @@ class Ring:
         written, position = int(self._header[_WRITTEN]), int(self._header[_TAKEN])
         if written == position:
             return None
-        frame = self._read_frame(position, written - position)
-        if frame is None:
+        read = self._read_frame(position, written - position)
+        if read is None:
             self._header[_TAKEN] = written
             self.count("damaged")
             return None
+        frame, begun = read
         # Before the frame is used, so that a frame that ends the consumer does not end the next consumer too.
         self._header[_TAKEN] = position + _space(len(frame.data))
+        self.count("requests", begun)  # also before, so that requests of a consumer that ends are known
         return frame
 
     def count(self, name: str, increment: int = 1) -> None:
@@ -180,15 +185,15 @@ class Ring:
         del self._header, self._data
         self._release()
 
-    def _read_frame(self, position: int, available: int) -> Frame | None:
-        """Return the frame at a position, or None when it is damaged."""
+    def _read_frame(self, position: int, available: int) -> tuple[Frame, int] | None:
+        """Return the frame at a position and its number of begun requests, or None when it is damaged."""
         if available > self.capacity:
             return None
-        number, length, checksum = _FRAME.unpack(self._read(position, _FRAME.size))
+        number, length, begun, checksum = _FRAME.unpack(self._read(position, _FRAME.size))
         if _space(length) > available:
             return None
         data = self._read(position + _FRAME.size, length)
-        return Frame(number, data) if _checksum(number, length, [data]) == checksum else None
+        return (Frame(number, data), begun) if _checksum(number, length, begun, [data]) == checksum else None
 
     def _write(self, position: int, view: NDArray[np.uint8]) -> None:
         start = position % self.capacity
@@ -212,8 +217,8 @@ def _path(name: str) -> str:
     return os.path.join(_FOLDER, os.path.basename(name))
 
 
-def _checksum(number: int, length: int, parts: Sequence[Buffer]) -> int:
-    checksum = zlib.crc32(struct.pack("<QQ", number, length))
+def _checksum(number: int, length: int, begun: int, parts: Sequence[Buffer]) -> int:
+    checksum = zlib.crc32(struct.pack("<QQI", number, length, begun))
     for part in parts:
         checksum = zlib.crc32(part, checksum)
     return checksum

@@ -101,7 +101,7 @@ def test_assembler_writes_traces_at_the_lowest_priority(assembler, priorities, r
     assert trace.hidden.dtype == "int8", "as capture.states says"
     counters = wait_until(lambda: (values := assembler.counters())["written"] and values)
     present = {name: value for name, value in counters.items() if value}
-    assert present == {"frames": 2, "requests": 1, "traces": 1, "written": 1}
+    assert present == {"frames": 2, "requests": 1, "closed": 1, "traces": 1, "written": 1}
 
 
 def test_worker_budget_is_not_applied_again(redis_url, redis_client, monkeypatch):
@@ -129,6 +129,7 @@ def test_killed_assembler_is_started_again_and_goes_on(assembler, redis_client):
     wait_until(lambda: requests(redis_client) == ["response-a", "response-b"])
     counters = assembler.counters()
     assert (counters["restarts"], counters["requests"], counters["dropped"]) == (1, 3, 0)
+    assert counters["lost_assembler"] == 1
 
 
 def test_stalled_assembler_never_blocks_the_worker(assembler, redis_client):

@@ -12,6 +12,8 @@ import msgspec
 import psutil
 import pytest
 
+from osd.config import load_settings
+from osd.vllm.assembler import Assembler
 from osd.vllm.assembler_process import BAD_SETTINGS, AssemblerProcess, Assignment
 from osd.vllm.assembly import TraceOrigin
 from osd.vllm.ring import Ring
@@ -44,6 +46,19 @@ def test_bad_settings_are_refused_in_one_sentence(environment, message):
 def test_missing_ring_is_named():
     code, message = run("osd-test-missing", OSD_REDIS_URL="redis://127.0.0.1:1")
     assert (code, message.split(":")[:2]) == (1, ["osd.vllm.assembler", " there is no ring osd-test-missing"])
+
+
+def test_losses_of_a_killed_assembler_are_counted_once():
+    with closing(Ring.create(4096)) as ring:
+        ring.put([b""], begun=3)
+        with closing(Ring.attach(ring.name)) as killed:
+            killed.get()
+            for name, number in {"closed": 2, "traces": 2, "written": 1}.items():
+                killed.count(name, number)
+        for _ in range(2):
+            assignment = Assignment(ring.name, os.getppid(), "vllm-test", ORIGIN)
+            Assembler(assignment, load_settings(), "redis://127.0.0.1:1").close()
+        assert ring.counters()["lost_assembler"] == 2, "an open request, and a trace that waited for Redis"
 
 
 def test_assembler_with_bad_settings_is_not_started_again(caplog):

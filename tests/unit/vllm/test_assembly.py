@@ -191,7 +191,7 @@ def test_traces_equal_those_of_the_engine(seed, int8):
     order = {(trace.request_id, trace.segment): trace for trace in undated(traces)}
     assert [order[trace.request_id, trace.segment] for trace in undated(expected)] == undated(expected)
     assert len(traces) == len(expected) == counts["traces"]
-    assert counts == {"requests": 12, "traces": len(traces)}
+    assert counts == {"closed": 12, "traces": len(traces)}
     assert any(trace.segment for trace in traces)
     assert [decode(encode(trace)) for trace in traces] == traces
 
@@ -258,7 +258,7 @@ def test_missing_chunk_of_a_prompt_ends_the_request(assembly, counts):
     assembly.add(step_record([("a", 0, 2, [], [], 0)], begun=[admission("a")]), now=0.0)
     assembly.add(step_record([("a", 3, 2, [7], [-1], 0)]), now=0.0)
     assert assembly.end_all() == []
-    assert counts["gaps"] == 1
+    assert (counts["gaps"], counts["empty"]) == (1, 1)
 
 
 def test_request_whose_states_are_lost_ends(assembly, counts):
@@ -315,10 +315,18 @@ def test_request_without_rows_for_long_ends(assembly, counts):
     assert completions(assembly.end_all()) == [[7, 8, 9]]
 
 
-def test_request_that_ends_before_a_token_leaves_no_trace(assembly):
+def test_request_that_ends_before_a_token_leaves_no_trace(assembly, counts):
     assembly.add(step_record([("a", 0, 3, [], [], 0)], begun=[admission("a")]), now=0.0)
     assert assembly.add(step_record(ended=["a", "unknown"]), now=0.0) == []
     assert assembly.end_all() == []
+    assert counts == {"closed": 1}
+
+
+def test_requests_without_a_token_are_counted_when_all_end_early(assembly, counts):
+    assembly.add(step_record([("a", 0, 3, [], [], 0)], begun=[admission("a")]), now=0.0)
+    begin(assembly, "b")
+    assert completions(assembly.end_all()) == [[7]]
+    assert counts == {"closed": 2, "traces": 1, "empty": 1}
 
 
 def test_stop_token_of_a_full_segment_ends_the_request(assembly):
@@ -347,7 +355,7 @@ def test_requests_above_the_limit_are_counted(counts):
     assembly = TraceAssembly(ORIGIN, SEGMENT, lambda name: counts.update([name]), max_requests=2)
     for key in "abc":
         begin(assembly, key)
-    assert counts == {"requests": 2, "limited": 1}
+    assert counts == {"closed": 1, "limited": 1, "empty": 1}
     assembly.add(step_record(ended=["a"]), now=0.0)
     begin(assembly, "d")
     assert [trace.request_id for trace in assembly.end_all()] == ["response-b", "response-d"]
@@ -390,6 +398,6 @@ def test_purged_request_leaves_no_trace(counts):
     purged |= {"response-a", "response-c"}
     assert assembly.purge(purged.__contains__) == 1
     begin(assembly, "c")
-    assert counts == {"requests": 2, "purged": 2}
+    assert counts == {"closed": 2, "purged": 2}
     assembly.add(step_record([SECOND], ended=["a"]), now=0.0)
     assert [trace.request_id for trace in assembly.end_all()] == ["response-b"]

@@ -61,7 +61,17 @@ def test_full_ring_drops_the_new_frame_and_counts_it(ring):
         assert (counters["frames"], counters["dropped"], counters["dropped_bytes"]) == (5, 3, 2000 + PAGE)
 
 
-@pytest.mark.parametrize("offset", [0, 8, 16, 24, 1023])
+def test_requests_of_taken_and_of_dropped_frames_are_counted(ring):
+    with closing(Ring.attach(ring.name)) as consumer:
+        kept = [ring.put([bytes(2000)], begun) for begun in (1, 0, 3)]
+        assert kept == [True, True, False]
+        assert consumer.counters()["requests"] == 0
+        consumer.get()
+        counters = consumer.counters()
+        assert (counters["requests"], counters["dropped_requests"]) == (1, 3)
+
+
+@pytest.mark.parametrize("offset", [0, 8, 16, 20, 24, 1023])
 def test_damaged_frame_is_skipped_and_later_frames_are_read(ring, offset):
     with closing(Ring.attach(ring.name)) as consumer:
         ring.put([bytes(1000)])
