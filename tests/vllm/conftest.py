@@ -47,7 +47,7 @@ class VllmWorld:
         """Bring a version into service."""
         PointerFiles(self.registry.root).update("general", lambda _: Rollout(version, None, 0.0, 1.0))
 
-    def server(self, kind: str, redis_url: str, **environment: str) -> VllmServer:
+    def server(self, kind: str, redis_url: str, *arguments: str, **environment: str) -> VllmServer:
         """Return a server with the model runner ``kind``, little memory for keys and values, and short chunks."""
         models = PeerModels(self.target, "float32", 256, 1, 8, None, self.target, None)
         settings = {"OSD_VLLM_REGISTRY": str(self.registry.root), "OSD_REDIS_URL": redis_url}
@@ -57,7 +57,7 @@ class VllmWorld:
             models,
             variables(kind) | settings | environment,
             {"method": "eagle3", "model": str(self.export), "num_speculative_tokens": DEPTH},
-            [*FOLLOWING, "--enable-prefix-caching", *chunks],
+            [*FOLLOWING, "--enable-prefix-caching", *chunks, *arguments],
         )
 
 
