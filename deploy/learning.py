@@ -8,7 +8,7 @@ from typing import Any
 
 from deploy.assembly import Assembly
 from deploy.contradictions import check_settings
-from deploy.one_drafter import check_traces, for_one_drafter
+from deploy.one_drafter import check_traces, for_one_drafter, without_recall
 from osd.config import ConfigError, Settings
 from osd.registry.object_storage import storage_of
 from osd.registry.pointer import Pointer
@@ -33,7 +33,7 @@ class Learning(Assembly):
     def __init__(
         self, settings: Settings, report: Callable[[str], None] = lambda step: None, capture: bool = False
     ) -> None:
-        super().__init__(for_one_drafter(settings) if capture else settings, report)
+        super().__init__(for_one_drafter(settings) if capture else without_recall(settings), report)
         self._capture = capture
         self.teacher: Any = None
         self.trainer: Any = None

@@ -1,13 +1,30 @@
-"""Settings of a service in which vLLM drafts: one drafter for all requests, which learns from vLLM's traces."""
+"""Settings for vLLM and other servers: the trained drafter drafts there alone, without recall."""
 
 from __future__ import annotations
 
-from osd.config import ConfigError, Settings
+from osd.config import ConfigError, RecallSettings, Settings
+
+
+def without_recall(settings: Settings) -> Settings:
+    """Return the settings for a server that drafts with the trained drafter alone.
+
+    Raises:
+        ConfigError: recall has settings.
+    """
+    drafter = settings.drafter
+    if drafter.mixes and drafter.recall != RecallSettings():
+        raise ConfigError("drafter.recall: the server drafts without recall, so remove these settings")
+    return settings.model_copy(update={"drafter": drafter.distilled})
 
 
 def for_one_drafter(settings: Settings) -> Settings:
-    """Return the settings for a vLLM, whose only drafter learns from the requests of all domains."""
-    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"domains": "all"})})
+    """Return the settings for a vLLM, whose only drafter learns from the requests of all domains.
+
+    Raises:
+        ConfigError: recall has settings.
+    """
+    trainer = settings.trainer.model_copy(update={"domains": "all"})
+    return without_recall(settings).model_copy(update={"trainer": trainer})
 
 
 def check_traces(settings: Settings) -> None:
