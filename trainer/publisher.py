@@ -332,8 +332,7 @@ class Publisher:
 
 def version_effect(number: int, before: int, measured: Measured | None) -> VersionEffect:
     """Return the measured effect of a version over another, for reports."""
-    effect = None if measured is None else measured.effect
-    if effect is None:
+    if measured is None or (effect := measured.effect) is None:
         return VersionEffect(number, before)
     width = effect.width if math.isfinite(effect.width) else None
-    return VersionEffect(number, before, effect.log, width, effect.trials)
+    return VersionEffect(number, before, effect.log, width, effect.trials, measured.guarded)

@@ -21,7 +21,7 @@ class Measured:
         plain: seconds that plain decoding would have taken for the same tokens and prompts, at the same load.
         variance: of ``plain``, in square seconds.
         spent: seconds that measuring is estimated to have cost since the replica started.
-        guarded: replicas in which drafting is off because it lost time.
+        guarded: replicas in which the measured drafting is off because it lost time.
     """
 
     trials: int = 0

@@ -61,7 +61,7 @@ class Turns:
         if not step.streams:
             return
         self._place += 1
-        if bank is not None and not self.candidate:
+        if bank is not None and self.candidate == self._rare:
             bank.spend(step.seconds * self._loss)
         if self._paired:
             sums = self._switching if self._place <= WASHOUT else self._pair[0 if self.candidate else 1]
@@ -79,10 +79,18 @@ class Turns:
         self._next()
 
     @property
+    def _rare(self) -> bool:
+        """Value of ``candidate`` while the version with the smaller share drafts, for which a bank pays."""
+        return self.share <= 0.5
+
+    @property
     def _loss(self) -> float:
-        """Highest plausible loss by the stable version, as a share of the seconds in which it drafts."""
+        """Highest plausible loss by the rare version, as a share of the seconds in which it drafts."""
         effect = self.measured.effect
-        return FIRST_LOSS if effect is None else -math.expm1(-max(effect.log + effect.error, KNOWN_WIDTH))
+        if effect is None:
+            return FIRST_LOSS
+        gain = -effect.log if self._rare else effect.log
+        return -math.expm1(-max(gain + effect.error, KNOWN_WIDTH))
 
     @property
     def _switching_seconds(self) -> float:

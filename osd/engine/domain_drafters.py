@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from osd.drafting.base import Drafter
 from osd.drafting.session import CommittedTokens, Origin, Session, TargetRows
-from osd.economy.report import Comparison
+from osd.economy.report import RECALL_ALONE, Comparison
 from osd.economy.turns import Turns
 
 
@@ -102,6 +102,7 @@ class DomainDrafters:
         stable: drafter of the version in service.
         alternate: drafter that takes turns with it; None without a comparison.
         settled: comparisons of the stable version with references whose results are known, by version of the reference.
+        rests: whether recall drafts alone, because the trained drafter next to it certainly lost time.
         last_used: number of the last choice.
     """
 
@@ -109,6 +110,7 @@ class DomainDrafters:
         self.stable = stable
         self.alternate: AlternateDrafter | None = None
         self.settled: dict[int, Comparison] = {}
+        self.rests = False
         self.last_used = 0
 
     @property
@@ -119,5 +121,26 @@ class DomainDrafters:
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Comparisons of the stable version with references, and of the canary with the stable version."""
-        current = () if self.alternate is None else (self.alternate.comparison(self.stable),)
-        return (*self.settled.values(), *current)
+        compared = dict(self.settled)
+        if (alternate := self.alternate) is not None and alternate.drafter.version not in compared:
+            compared[alternate.drafter.version] = alternate.comparison(self.stable)
+        if self.rests and (alone := compared.get(RECALL_ALONE)) is not None:
+            compared[RECALL_ALONE] = replace(alone, measured=replace(alone.measured, guarded=1))
+        return tuple(compared.values())
+
+    def settle(self) -> bool:
+        """Note the result of the comparison with a reference; return whether the comparison ends.
+
+        The comparison with recall alone begins again while the trained drafter rests.
+        """
+        alternate = self.alternate
+        if alternate is None or not alternate.reference or not alternate.turns.settled:
+            return False
+        comparison = self.settled[alternate.drafter.version] = alternate.comparison(self.stable)
+        if alternate.drafter.version != RECALL_ALONE:
+            return True
+        if (effect := comparison.measured.effect) is not None:
+            self.rests = effect.log <= 0 if self.rests else effect.log + effect.width < 0
+        if self.rests:
+            alternate.turns = Turns(0.0, self.stable.version)
+        return not self.rests

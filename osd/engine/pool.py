@@ -307,8 +307,9 @@ class DrafterPool:
         """Compare the stable version of a domain with an earlier ``version``, until the result is known.
 
         The reference drafts in pairs of blocks that the bank of measurements pays for. Afterwards the stable version of
-        a mixed drafter is compared with recall alone. A canary ends both comparisons. ``drafter`` is the configuration
-        of the reference, None for the stable version's.
+        a mixed drafter is compared with recall alone. A canary ends both comparisons. While the stable version rests,
+        it is compared with recall alone only. ``drafter`` is the configuration of the reference, None for the stable
+        version's.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.
@@ -318,7 +319,7 @@ class DrafterPool:
         reference = self._factory.make(drafter or stable.drafter, domain, version, weights)
         with self._changed:
             drafters = self.domains.get(domain)
-            if drafters is None or drafters.stable is not stable:
+            if drafters is None or drafters.stable is not stable or drafters.rests:
                 return
             alternate = drafters.alternate
             if alternate is None or (alternate.reference and alternate.drafter.version == RECALL_ALONE):
@@ -328,9 +329,7 @@ class DrafterPool:
         """End the comparisons with references whose results are known."""
         with self._changed:
             for domain, drafters in self.domains.items():
-                alternate = drafters.alternate
-                if alternate is not None and alternate.reference and alternate.turns.settled:
-                    drafters.settled[alternate.drafter.version] = alternate.comparison(drafters.stable)
+                if drafters.settle():
                     self._end_comparison(domain)
                     self._compare_with_recall(domain)
 
@@ -343,7 +342,8 @@ class DrafterPool:
             self._refer(domain, self._factory.make(Recall(), domain, RECALL_ALONE))
 
     def _refer(self, domain: str, reference: ActiveDrafter) -> None:
-        turns = Turns(1.0, self.domains[domain].stable.version)
+        drafters = self.domains[domain]
+        turns = Turns(0.0 if drafters.rests else 1.0, drafters.stable.version)
         self._begin_comparison(domain, AlternateDrafter(reference, turns, reference=True))
 
     def _begin_comparison(self, domain: str, alternate: AlternateDrafter) -> None:

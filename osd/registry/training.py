@@ -24,6 +24,7 @@ class VersionEffect(msgspec.Struct, frozen=True):
         log: logarithm of the speed-up.
         width: half the width of the confidence interval of ``log``; None before it is known.
         trials: number of trials that measured it.
+        resting: number of replicas in which the version rests, because it lost time next to recall.
     """
 
     number: int
@@ -31,6 +32,7 @@ class VersionEffect(msgspec.Struct, frozen=True):
     log: float = 0.0
     width: float | None = None
     trials: int = 0
+    resting: int = 0
 
     @property
     def is_decided(self) -> bool:

@@ -74,7 +74,8 @@ export function running({ replicas, totals, drafter, pinned, ...state }) {
   const versions = [...new Set(replicas.map(({ version }) => `v${version}`))].join(", ");
   if (!versions) return ["–", "no replica has reported"];
   const frozen = pinned ? `, pinned: nothing replaces v${state.stable}` : "";
-  return [versions, `${drafter}, ${counted(totals.swaps, "swap")} since the start${frozen}`];
+  const account = state.training[state.domain]?.account;
+  return [versions, `${drafter}, ${counted(totals.swaps, "swap")} since the start${frozen}${rests(account?.over_recall)}`];
 }
 
 // Returns the state of the trainer, and the reason while it does not train.
@@ -84,6 +85,9 @@ export function activity({ training, domain, trainer }) {
   if (!state || trainer.silence === null || trainer.silence > SILENT_SECONDS) return ["–", "the trainer does not report"];
   return [state, detail || (state === "training" ? "on captured requests" : "")];
 }
+
+// Returns a note about replicas in which the trained drafter rests.
+const rests = (effect) => (effect?.resting ? `; it rests in ${counted(effect.resting, "replica")}, because recall alone is certainly faster` : "");
 
 const result = (effect) => (measured(effect) ? `${change(effect.log)} speed (95 % interval ${range(effect)}), ${whole(effect.trials)} trials` : "not measured yet");
 

@@ -230,6 +230,8 @@ SERVICE: tuple[Metric[ServiceState], ...] = (
            read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
                                  if (effect := account.over_recall) is not None
                                  for bound, value in bounds(effect.log, effect.width).items()}),
+    _account("osd_resting_replicas", lambda account: account.over_recall and account.over_recall.resting,
+             "Replicas in which recall drafts alone because the trained drafter lost time; absent until measured."),
     Metric("osd_version_speedup", "version_speedup",
            "Measured speed-up of a version in service or on trial over the version before it, with its bounds.",
            ("domain", "version", "bound"), kind="gauge",

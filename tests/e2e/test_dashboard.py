@@ -325,6 +325,15 @@ def test_overview_says_why_the_trainer_waits(service, opened, trainer, training,
     expect(page.locator("#answer-versions dd").last).to_contain_text(shown)
 
 
+def test_overview_says_that_the_trained_drafter_rests(service, opened):
+    effect = {"number": 4, "before": 0, "log": -0.03, "width": 0.01, "trials": 40, "resting": 1}
+    data = trained(service, [(0, 59.0, 40.0)], over_recall=effect)
+    page = opened(prepare=lambda page: send(page, data))
+    expect(page.locator("#answer-versions dd").first).to_contain_text(
+        "it rests in 1 replica, because recall alone is certainly faster"
+    )
+
+
 def test_fall_of_acceptance_is_marked_and_explained(service, opened):
     data = healthy(service)
     now = int(data["time"]) // 4 * 4

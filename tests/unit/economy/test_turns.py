@@ -191,17 +191,19 @@ def test_result_is_known_when_certain_narrow_or_long_measured(measured: Measured
     assert turns.settled is settled
 
 
-@pytest.mark.parametrize(("slots", "candidate"), [(1, 0.37), (1, 0.45), (8, 0.4)])
-def test_pairs_cost_the_bank_as_much_as_they_lose(slots: int, candidate: float):
+@pytest.mark.parametrize(
+    ("slots", "candidate", "share"), [(1, 0.37, 1.0), (1, 0.45, 1.0), (8, 0.4, 1.0), (1, 0.27, 0.0), (8, 0.32, 0.0)]
+)
+def test_pairs_cost_the_bank_as_much_as_they_lose(slots: int, candidate: float, share: float):
     """A bank pays for the losses of pairs: steps with the worse version, and less accurate drafts after each switch."""
     seconds, measure, losses, spent = 200.0, 0.005, [], []
     for seed in range(6):
         work = {}
         for has_pairs in (True, False):
-            machine, turns, bank = _quiet(slots, candidate, seed), Turns(1.0, seed), Bank(measure)
+            machine, turns, bank = _quiet(slots, candidate, seed), Turns(share, seed), Bank(measure)
             tokens = 0
             while machine.now < seconds:
-                step = machine.step(True, turns.candidate or not has_pairs)
+                step = machine.step(True, turns.candidate if has_pairs else share == 1.0)
                 tokens += step.tokens
                 bank.add(step.seconds)
                 turns.observe(step, bank=bank)

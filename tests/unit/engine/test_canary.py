@@ -19,7 +19,7 @@ from osd.drafting.mixed import Mixed
 from osd.drafting.session import Origin
 from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
-from osd.economy.report import RECALL_ALONE
+from osd.economy.report import RECALL_ALONE, Comparison, Measured
 from osd.economy.turns import BLOCK, Turns
 from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.policy import Policy
@@ -391,6 +391,42 @@ def test_mixed_drafter_is_compared_with_recall_alone(
         client.ask(texts, 90, "settled-{}")
         assert versions(client) == [(2, 1), (2, RECALL_ALONE)]
         assert client.engine.pool.domains["general"].alternate is None
+    assert set(uses.values()) == {0}
+
+
+def test_trained_drafter_that_certainly_loses_rests_until_it_gains(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, uses: Counter[tuple[int, int]]
+) -> None:
+    """Recall then drafts alone, also with a new version, which is not compared with the one before."""
+    make_drafts_free(monkeypatch)
+    monkeypatch.setattr(Turns, "observe", lambda *_: None)  # no pairs: the test sets what they measure
+    loss, gain = Measured(40, 50.0, 45.0, 0.01), Measured(40, 50.0, 60.0, 0.01)
+    texts, drafter = prompts([9, 4, 17, 30], seed=4), Mixed(make_drafter("eagle", target_dir))
+
+    def drafting(name: str, measured: Measured | None = None) -> set[int]:
+        """Return the versions that draft in some requests, after the comparison has ``measured`` an effect."""
+        if measured is not None:
+            domain.alternate.turns.measured = measured
+            client.ask(texts[:1], 8, f"{name}-settles")
+        before = client.settled().by_version
+        assert tokens_of(client.ask(texts, 90, name + "-{}")) == oracle.all(texts, 90)
+        after = client.settled().by_version
+        return {version for (_, version), counts in after.items() if counts != before.get(("general", version))}
+
+    with running(target_dir, drafter=drafter, governed=True, measure=0.05) as client:
+        domain = client.engine.pool.domains["general"]
+        assert drafting("begins") == {1}
+        assert drafting("loses", loss) == {RECALL_ALONE}
+        (comparison,) = client.engine.comparisons["general"]
+        assert comparison == Comparison(1, RECALL_ALONE, replace(loss, guarded=1))
+        assert drafting("still-loses", loss) == {RECALL_ALONE}
+        client.engine.stage(2, drafter.weights())
+        client.swapped_to(2)
+        client.engine.drafters("general").refer(1, drafter.weights())
+        assert drafting("new-version") == {RECALL_ALONE}
+        assert drafting("gains", gain) == {2}
+        (comparison,) = client.engine.comparisons["general"]
+        assert comparison == Comparison(2, RECALL_ALONE, gain)
     assert set(uses.values()) == {0}
 
 

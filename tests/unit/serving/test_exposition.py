@@ -39,7 +39,7 @@ TOTALS = ServiceTotals(
             loss=1.5, lag=None, account=FundReport(
                 fund=12.0, needed=5.0, certain=8.0, saved=9.0, log=0.25, width=0.05, paid_back=1e9,
                 effects=(VersionEffect(2, 1, 0.25, 0.05, 30), VersionEffect(3, 2)),
-                over_recall=VersionEffect(2, 0, 0.15, 0.05, 30),
+                over_recall=VersionEffect(2, 0, 0.15, 0.05, 30, 2),
             ),
         ),
         "code": Training(steps=7, cpu_seconds=3.0, slowed_seconds=0.5, lag=6, lag_seconds=31.5),
@@ -143,6 +143,7 @@ def test_gains_of_training_are_published_with_bounds():
     assert samples["osd_version_speedup", ("bound", "high"), GENERAL, ("version", "2")] == pytest.approx(math.exp(0.3))
     assert ("osd_version_speedup", ("bound", "high"), GENERAL, ("version", "3")) not in samples
     assert samples["osd_trained_speedup", ("bound", "low"), GENERAL] == pytest.approx(math.exp(0.1))
+    assert samples["osd_resting_replicas", GENERAL] == 2
     assert ("osd_training_fund_seconds", CODE) not in samples
     assert samples_of(replace(TOTALS, training={}))["osd_training_cpu_seconds_total", GENERAL] == 0
 
