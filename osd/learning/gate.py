@@ -55,7 +55,7 @@ class GateDecision:
         """Return a rejection if the candidate passed with a smaller ``log_gain`` than ``least``, else this decision."""
         if not self.passed or self.log_gain is None or self.log_gain >= least:
             return self
-        return replace(self, passed=False, reason=f"{self.reason}, less than {math.expm1(least):.0%} more with recall")
+        return replace(self, passed=False, reason=f"{self.reason}, less than {math.expm1(least):.0%} more in service")
 
     def figures(self) -> dict[str, Any]:
         """Return both sets of figures as JSON values; names of the baseline's begin with ``baseline_``."""

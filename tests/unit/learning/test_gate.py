@@ -152,7 +152,7 @@ def test_least_gain_counts_tokens_with_recall():
     assert decision.with_least_gain(0.01) is decision
     refused = decision.with_least_gain(0.02)
     assert (refused.passed, refused.waits, refused.log_gain) == (False, False, gain)
-    assert refused.reason == "expected tokens per step 1.560 -> 1.700, less than 2% more with recall"
+    assert refused.reason == "expected tokens per step 1.560 -> 1.700, less than 2% more in service"
     fallen = GATE.decide(figures(same, (0.3, 0.7)), figures(same, (0.7, 0.3)))
     assert fallen.with_least_gain(0.01) is fallen
 
