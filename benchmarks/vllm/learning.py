@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ _DOMAIN = "general"
 CLIENTS = 8
 """Requests at the same time while the cost of capture is measured."""
 _USERS = 2  # the same while drafters learn
-_TURNS = 5
+_TURNS = 5  # for each order of start
 _START_SECONDS, _DRAIN_SECONDS, _QUIET_SECONDS = 180.0, 900.0, 20.0
 _REDIS_MB = 512
 
@@ -72,10 +72,17 @@ class LearningResult:
 
 @dataclass(frozen=True)
 class CostResult:
-    """Cost of capture: tokens per second and CPU seconds of vLLM's processes, with and without it, by turn."""
+    """Cost of capture, by turn: ratios with capture to without it.
 
-    speeds: list[tuple[float, float]]
-    cpu_seconds: list[tuple[float, float]]
+    Of two servers the one that started first is faster, so each ratio is the geometric mean of both orders of start.
+
+    Attributes:
+        speeds: ratios of tokens per second.
+        cpu_seconds: ratios of CPU seconds of vLLM's processes.
+    """
+
+    speeds: list[float]
+    cpu_seconds: list[float]
 
 
 class World:
@@ -84,7 +91,6 @@ class World:
     def __init__(self, models: PeerModels, cache: Path, home: Path, redis: RedisServer) -> None:
         self.models, self.home, self.redis = models, home, redis
         self.python, variables = installed(models, cache)
-        _install_redis(self.python)
         packages = home / "packages"
         packages.mkdir()
         (packages / "osd").symlink_to(Path(osd.__file__).parent)  # only this package, not its neighbours
@@ -169,23 +175,36 @@ def learn(world: World, way: str, prompts: Sequence[Prompt], unseen: Sequence[Pr
 
 
 def cost(world: World, prompts: Sequence[Prompt], tokens: int) -> CostResult:
-    """Send the same prompts in turns to two vLLM processes, with and without capture."""
-    speculative, speeds, seconds = world.export(world.stable()), [], []
-    with world.server(speculative, True) as capturing, world.server(speculative, False) as plain:
-        for server in (capturing, plain):
+    """Send the same prompts in turns to two vLLM servers, with and without capture, started in both orders."""
+    ratios = [_cost(world, prompts, tokens, order) for order in ((True, False), (False, True))]
+    speeds, seconds = (
+        [math.sqrt(turn * other) for turn, other in zip(*(each[place] for each in ratios), strict=True)]
+        for place in range(2)
+    )
+    return CostResult(speeds, seconds)
+
+
+def _cost(
+    world: World, prompts: Sequence[Prompt], tokens: int, order: tuple[bool, bool]
+) -> tuple[list[float], list[float]]:
+    """Return the ratios of speeds and CPU seconds by turn; ``order`` says which server starts first: with capture?"""
+    speculative, speeds, seconds = world.export(world.stable()), list[float](), list[float]()
+    with contextlib.ExitStack() as stack:
+        servers = {capture: stack.enter_context(world.server(speculative, capture)) for capture in order}
+        for server in servers.values():
             _send(server.url, prompts, tokens, CLIENTS, store=True)  # warm-up
         for turn in range(_TURNS):
             speed, cpu = {}, {}
-            for server in (capturing, plain) if turn % 2 else (plain, capturing):
-                clock = CpuClock(server.pid)
+            for capture in (True, False) if turn % 2 else (False, True):
+                clock = CpuClock(servers[capture].pid)
                 before, start = clock.read(), time.monotonic()
-                written = sum(_send(server.url, prompts, tokens, CLIENTS, store=True))
-                speed[server] = written / (time.monotonic() - start)
-                cpu[server] = clock.read() - before
-            say(f"turn {turn + 1}: {speed[capturing]:.1f} tokens/s with capture, {speed[plain]:.1f} without")
-            speeds.append((speed[capturing], speed[plain]))
-            seconds.append((cpu[capturing], cpu[plain]))
-    return CostResult(speeds, seconds)
+                written = sum(_send(servers[capture].url, prompts, tokens, CLIENTS, store=True))
+                speed[capture] = written / (time.monotonic() - start)
+                cpu[capture] = clock.read() - before
+            say(f"turn {turn + 1}: {speed[True]:.1f} tokens/s with capture, {speed[False]:.1f} without")
+            speeds.append(speed[True] / speed[False])
+            seconds.append(cpu[True] / cpu[False])
+    return speeds, seconds
 
 
 def compare(
@@ -216,8 +235,7 @@ def tables(results: Sequence[LearningResult], costs: CostResult) -> list[Table]:
     row("tokens per second of the traffic", *(f"{result.tokens / result.traffic_seconds:.1f}" for result in results))
     row("CPU seconds beside vLLM", *(f"{result.cpu_seconds:.1f}" for result in results))
     capture = Table("capture / without", ("", "median", "least", "largest"), [])
-    for name, pairs in (("tokens per second", costs.speeds), ("CPU seconds of vLLM", costs.cpu_seconds)):
-        ratios = [captured / plain for captured, plain in pairs]
+    for name, ratios in (("tokens per second", costs.speeds), ("CPU seconds of vLLM", costs.cpu_seconds)):
         capture.rows.append((name, *(f"{of(ratios):.3f}" for of in (statistics.median, min, max))))
     return [learned, capture]
 
@@ -282,19 +300,3 @@ def _answers(url: str) -> bool:
 
 def _assembles(process: psutil.Process) -> bool:
     return any("osd.vllm.assembler" in part for part in process.cmdline())
-
-
-def _install_redis(python: Path) -> None:
-    """Add Redis's client to vLLM's environment, unless it is there."""
-    if subprocess.run([str(python), "-c", "import redis"], capture_output=True, check=False).returncode:
-        run(
-            [
-                str(python),
-                "-m",
-                "pip",
-                "install",
-                "--disable-pip-version-check",
-                "--quiet",
-                f"redis=={version('redis')}",
-            ]
-        )

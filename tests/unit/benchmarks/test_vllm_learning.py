@@ -11,7 +11,7 @@ def test_tables_compare_both_ways_and_turns_with_and_without_capture():
         LearningResult(INSIDE, first, last, 4, 280, 100.0, 6000, 40.0),
         LearningResult(BESIDE, first, {0.0: 0.30, 0.7: 0.25}, 5, 290, 120.0, 6000, 80.0),
     ]
-    costs = CostResult([(98.0, 100.0), (101.0, 100.0), (99.0, 100.0)], [(10.2, 10.0), (10.1, 10.0), (10.0, 10.0)])
+    costs = CostResult([0.98, 1.01, 0.99], [1.02, 1.01, 1.0])
     learned, capture = tables(results, costs)
     assert learned.columns == ("", INSIDE, BESIDE)
     assert learned.rows == [
