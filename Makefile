@@ -49,7 +49,7 @@ soak: develop ## Run the slow tests: output laws over a hundred thousand runs, w
 	$(BIN)/python -m pytest -m 'soak and not fault' -n auto $(ARGS)
 
 faults: develop ## Break the processes, connections and disks of a service, and print promises and results
-	$(BIN)/python -m pytest -m 'fault and not cluster' -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m 'fault and not cluster and not vllm' -n 2 --dist loadfile $(ARGS)
 
 cluster: develop ## Run the service on machines made of namespaces, cut and remove some, and print the results; needs root
 	$(BIN)/python -m pytest -m 'cluster and not soak' -rs --durations=0 --durations-min=1 $(ARGS)

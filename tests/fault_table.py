@@ -1,4 +1,4 @@
-"""Table that ``make faults`` and ``make cluster`` print: faults, promises and results."""
+"""Table that ``make faults``, ``make cluster`` and ``make vllm`` print: faults, promises and results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
-FAULT_MARKS = ("fault and not cluster", "cluster and not soak")
-"""Mark expressions of the two commands."""
+FAULT_MARKS = ("fault and not cluster and not vllm", "cluster and not soak", "vllm")
+"""Mark expressions of the three commands."""
 HEAD = ("fault", "promise", "process", "kept", "lost", "client errors", "recovery in seconds", "date")
 
 PROCESSES = {
     "osd up": r"main\(\) up ", "replica": r"ray::ServeReplica", "proxy": r"ray::ProxyActor", "raylet": r"/raylet ",
     "GCS": r"/gcs_server ", "node": r"/raylet ", "redis-server": r"redis-server",
     "trainer": r"ray::Trainer|-m tests\.\S*(trainer|killed)\b", "training worker": r"RayTrainWorker",
+    "osd learn": r"main\(\) learn ", "assembler": r"osd\.vllm\.assembler",
 }  # fmt: skip
 """Kinds of processes that a fault can hit, each with a pattern of its command line."""
 _EVERY_SECONDS = 0.2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -40,7 +39,8 @@ _DOMAIN = "general"
 CLIENTS = 8
 """Requests at the same time while the cost of capture is measured."""
 _USERS = 2  # the same while drafters learn
-_TURNS = 5  # for each order of start
+_TURNS = 9
+_SETTLE_SECONDS = 4.0  # until the traces of the last requests are built, and processes rest
 _START_SECONDS, _DRAIN_SECONDS, _QUIET_SECONDS = 180.0, 900.0, 20.0
 _REDIS_MB = 512
 
@@ -72,13 +72,11 @@ class LearningResult:
 
 @dataclass(frozen=True)
 class CostResult:
-    """Cost of capture, by turn: ratios with capture to without it.
-
-    Of two servers the one that started first is faster, so each ratio is the geometric mean of both orders of start.
+    """Cost of capture: ratios of a turn with capture to a turn without it.
 
     Attributes:
         speeds: ratios of tokens per second.
-        cpu_seconds: ratios of CPU seconds of vLLM's processes.
+        cpu_seconds: ratios of CPU seconds of vLLM's processes, the process that builds the traces included.
     """
 
     speeds: list[float]
@@ -175,36 +173,27 @@ def learn(world: World, way: str, prompts: Sequence[Prompt], unseen: Sequence[Pr
 
 
 def cost(world: World, prompts: Sequence[Prompt], tokens: int) -> CostResult:
-    """Send the same prompts in turns to two vLLM servers, with and without capture, started in both orders."""
-    ratios = [_cost(world, prompts, tokens, order) for order in ((True, False), (False, True))]
-    speeds, seconds = (
-        [math.sqrt(turn * other) for turn, other in zip(*(each[place] for each in ratios), strict=True)]
-        for place in range(2)
-    )
-    return CostResult(speeds, seconds)
+    """Send the same prompts in turns to a vLLM server with capture: stored, so that it captures them, and not stored.
 
-
-def _cost(
-    world: World, prompts: Sequence[Prompt], tokens: int, order: tuple[bool, bool]
-) -> tuple[list[float], list[float]]:
-    """Return the ratios of speeds and CPU seconds by turn; ``order`` says which server starts first: with capture?"""
-    speculative, speeds, seconds = world.export(world.stable()), list[float](), list[float]()
-    with contextlib.ExitStack() as stack:
-        servers = {capture: stack.enter_context(world.server(speculative, capture)) for capture in order}
-        for server in servers.values():
-            _send(server.url, prompts, tokens, CLIENTS, store=True)  # warm-up
+    Two servers of the same kind differ in speed by several percent, so that one server is compared with itself.
+    """
+    speeds, seconds = list[float](), list[float]()
+    with world.server(world.export(world.stable()), True) as server:
+        _send(server.url, prompts, tokens, CLIENTS, store=True)  # warm-up
+        clock = CpuClock(server.pid)
         for turn in range(_TURNS):
             speed, cpu = {}, {}
-            for capture in (True, False) if turn % 2 else (False, True):
-                clock = CpuClock(servers[capture].pid)
+            for store in (True, False) if turn % 2 else (False, True):
+                time.sleep(_SETTLE_SECONDS)
                 before, start = clock.read(), time.monotonic()
-                written = sum(_send(servers[capture].url, prompts, tokens, CLIENTS, store=True))
-                speed[capture] = written / (time.monotonic() - start)
-                cpu[capture] = clock.read() - before
+                written = sum(_send(server.url, prompts, tokens, CLIENTS, store=store))
+                speed[store] = written / (time.monotonic() - start)
+                time.sleep(_SETTLE_SECONDS)
+                cpu[store] = clock.read() - before
             say(f"turn {turn + 1}: {speed[True]:.1f} tokens/s with capture, {speed[False]:.1f} without")
             speeds.append(speed[True] / speed[False])
             seconds.append(cpu[True] / cpu[False])
-    return speeds, seconds
+    return CostResult(speeds, seconds)
 
 
 def compare(

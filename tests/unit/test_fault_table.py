@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fault_table import FAULT_MARKS
+
 pytest_plugins = ["pytester"]
 
 TEST = """
@@ -27,7 +29,7 @@ def test_fault(fault_result):
 def run(pytester: pytest.Pytester, process: str, argument: str = "", *options: str) -> pytest.RunResult:
     """Run a test of a fault that starts a process with an argument."""
     pytester.makepyfile(TEST.format(process=process, argument=argument))
-    return pytester.runpytest("-p", "tests.fault_table", "-m", "fault and not cluster", *options)
+    return pytester.runpytest("-p", "tests.fault_table", "-m", FAULT_MARKS[0], *options)
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")])

@@ -25,6 +25,7 @@ from osd.capture.trace import FIELD, decode
 from osd.scrape import Span
 from osd.vllm.ring import Ring
 from tests.command import family, osd
+from tests.fault_table import FaultResult
 from tests.redis_servers import free_port
 from tests.vllm.conftest import VllmWorld
 from tests.vllm.traffic import Traffic, stored
@@ -137,11 +138,14 @@ class Served:
         self.world, self.server, self.redis = world, server, redis
 
     @contextmanager
-    def load(self) -> Iterator[Load]:
-        """Send completions during the context; see ``Load.run``."""
+    def load(self, result: FaultResult) -> Iterator[Load]:
+        """Send completions during the context, see ``Load.run``, and fill in the ``result`` afterwards."""
         load = Load(self.server, self.redis)
         with load.run():
             yield load
+        lost = load.answers - load.added("traces")
+        result.lost = f"{lost} of {load.answers} traces, counted" if lost else "nothing"
+        result.errors = f"none of {load.answers} requests"
 
     def assembler(self) -> psutil.Process:
         """Return the process of the assembler."""
@@ -164,8 +168,13 @@ def served(vllm_world: VllmWorld) -> Iterator[Served]:
             print(server.output())  # shown when a request failed
 
 
-def test_killed_assembler_starts_again_and_its_losses_are_counted(served):
-    with served.load() as load:
+@pytest.mark.fault(
+    "the process that builds the traces of a vLLM is killed under load",
+    "no request fails, a new process continues, and the traces that the old one had are counted as lost",
+    process="assembler: SIGKILL",
+)
+def test_killed_assembler_starts_again_and_its_losses_are_counted(served, fault_result):
+    with served.load(fault_result) as load:
         assembler = served.assembler()
         load.wait(lambda: _suspends_with_requests(assembler))
         assembler.kill()
@@ -187,8 +196,13 @@ def _suspends_with_requests(assembler: psutil.Process) -> bool:
     return False
 
 
-def test_losses_of_a_killed_redis_are_counted_until_it_returns(served):
-    with served.load() as load:
+@pytest.mark.fault(
+    "the Redis of a vLLM that captures is killed under load, and returns",
+    "no request fails, lost traces are counted, and capture resumes",
+    process="redis-server: SIGKILL, then a new process",
+)
+def test_losses_of_a_killed_redis_are_counted_until_it_returns(served, fault_result):
+    with served.load(fault_result) as load:
         os.kill(served.redis.pid, signal.SIGKILL)
         wait_until(lambda: served.redis.pid is None)
         load.wait(lambda: load.added("dropped", reason="redis") > 0)
@@ -198,7 +212,12 @@ def test_losses_of_a_killed_redis_are_counted_until_it_returns(served):
     assert load.shorter_traces() == 0
 
 
-def test_killed_trainer_loses_nothing(served, monkeypatch):
+@pytest.mark.fault(
+    "`osd learn --capture` is killed while its vLLM is under load",
+    "no request fails, the traces wait in Redis for the next trainer, and lost ones are counted",
+    process="osd learn: SIGKILL",
+)
+def test_killed_trainer_loses_nothing(served, monkeypatch, fault_result):
     monkeypatch.setenv("OSD_REDIS_URL", served.redis.url)
     options = {
         "target.source": served.world.target, "target.dtype": "float32", "drafter.kind": "eagle",
@@ -210,7 +229,7 @@ def test_killed_trainer_loses_nothing(served, monkeypatch):
         osd(served.world.home, "learn", "--capture", *arguments) as trainer,
     ):
         wait_until(lambda: trainer.poll() is not None or _read_by_trainer(client), every=0.5)
-        with served.load() as load:
+        with served.load(fault_result) as load:
             read = _read_by_trainer(client)
             load.wait(lambda: trainer.poll() is not None or _read_by_trainer(client) != read)
             assert trainer.poll() is None, trainer.communicate()[1]
@@ -227,8 +246,13 @@ def _read_by_trainer(client: Redis) -> list[bytes]:
     return [group["last-delivered-id"] for group in groups]
 
 
-def test_full_ring_drops_steps_and_counts_them(served):
-    with served.load() as load:
+@pytest.mark.fault(
+    "the process that builds the traces of a vLLM hangs under load, until its shared memory is full, and resumes",
+    "no request fails, lost requests are counted, and the traces of others end before lost steps",
+    process="assembler: SIGSTOP, later SIGCONT",
+)
+def test_full_ring_drops_steps_and_counts_them(served, fault_result):
+    with served.load(fault_result) as load:
         assembler = served.assembler()
         assembler.suspend()
         load.wait(lambda: load.added("dropped", reason="request") > 0)

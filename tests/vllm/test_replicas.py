@@ -54,8 +54,8 @@ class Replicas(Up):
 
 @pytest.fixture(scope="module")
 def up(vllm_world: VllmWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    folder = Settings().home.expanduser() / "peers" / "vllm-replicas"
-    python = folder / "bin" / "python" if folder.exists() else install(folder, print)
+    folder = Settings().cache_dir / "peers" / "vllm-replicas"
+    python = folder / "bin" / "python" if folder.exists() else install(folder, False, print)
     port, environment = free_port(), variables("v1")
     del environment["LD_PRELOAD"]  # the replica finds the library of its own environment
     options = {
