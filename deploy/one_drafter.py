@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from osd.config import ConfigError, RecallSettings, Settings
+from osd.config import ConfigError, MixedSettings, RecallSettings, Settings
 
 
 def without_recall(settings: Settings) -> Settings:
@@ -12,7 +12,7 @@ def without_recall(settings: Settings) -> Settings:
         ConfigError: recall has settings.
     """
     drafter = settings.drafter
-    if drafter.mixes and drafter.recall != RecallSettings():
+    if isinstance(drafter, MixedSettings) and drafter.recall != RecallSettings():
         raise ConfigError("drafter.recall: the server drafts without recall, so remove these settings")
     return settings.model_copy(update={"drafter": drafter.distilled})
 
