@@ -332,7 +332,9 @@ class Publisher:
 
 def version_effect(number: int, before: int, measured: Measured | None) -> VersionEffect:
     """Return the measured effect of a version over another, for reports."""
-    if measured is None or (effect := measured.effect) is None:
+    if measured is None:
         return VersionEffect(number, before)
+    if (effect := measured.effect) is None:
+        return VersionEffect(number, before, resting=measured.guarded)
     width = effect.width if math.isfinite(effect.width) else None
     return VersionEffect(number, before, effect.log, width, effect.trials, measured.guarded)

@@ -57,7 +57,7 @@ class LearningResult:
         trained: the number of records trained on.
         traffic_seconds: the duration of the traffic.
         tokens: completion tokens of the traffic.
-        cpu_seconds: CPU seconds of all processes beside vLLM: trainer, teacher, tap, assembler and Redis.
+        cpu_seconds: CPU seconds of all processes outside vLLM: trainer, teacher, tap, assembler and Redis.
     """
 
     way: str
@@ -175,7 +175,7 @@ def learn(world: World, way: str, prompts: Sequence[Prompt], unseen: Sequence[Pr
 def cost(world: World, prompts: Sequence[Prompt], tokens: int) -> CostResult:
     """Send the same prompts in turns to a vLLM server with capture: stored, so that it captures them, and not stored.
 
-    Two servers of the same kind differ in speed by several percent, so that one server is compared with itself.
+    Two servers of the same kind differ in speed by several percent, so one server is compared with itself.
     """
     speeds, seconds = list[float](), list[float]()
     with world.server(world.export(world.stable()), True) as server:
@@ -222,7 +222,7 @@ def tables(results: Sequence[LearningResult], costs: CostResult) -> list[Table]:
     row("last version", *(str(result.version) for result in results))
     row("records trained on", *(str(result.trained) for result in results))
     row("tokens per second of the traffic", *(f"{result.tokens / result.traffic_seconds:.1f}" for result in results))
-    row("CPU seconds beside vLLM", *(f"{result.cpu_seconds:.1f}" for result in results))
+    row("CPU seconds outside vLLM", *(f"{result.cpu_seconds:.1f}" for result in results))
     capture = Table("capture / without", ("", "median", "least", "largest"), [])
     for name, ratios in (("tokens per second", costs.speeds), ("CPU seconds of vLLM", costs.cpu_seconds)):
         capture.rows.append((name, *(f"{of(ratios):.3f}" for of in (statistics.median, min, max))))

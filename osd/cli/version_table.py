@@ -111,9 +111,10 @@ def explained(training: Training | None, silence: float | None = None) -> list[t
     if account.paid_back is not None:
         paid = time.strftime("%b %d, %H:%M", time.localtime(account.paid_back))
     lines += [("training gain", gain), ("paid back", paid)]
-    if (alone := account.over_recall) is not None and alone.width is not None:
+    if (alone := account.over_recall) is not None and (alone.width is not None or alone.resting):
+        change = "not measured yet" if alone.width is None else interval(alone.log, alone.width)
         rests = f"; it rests, and recall drafts alone (replicas: {alone.resting})" if alone.resting else ""
-        lines.append(("over recall alone", f"{interval(alone.log, alone.width)} by version {alone.number}{rests}"))
+        lines.append(("over recall alone", f"{change} by version {alone.number}{rests}"))
     if (trial := account.undecided) is not None:
         change = "not measured yet" if trial.width is None else interval(trial.log, trial.width)
         lines.append(("on trial", f"version {trial.number} against {trial.before}: {change}, {trial.trials} trials"))

@@ -61,7 +61,7 @@ class Turns:
         if not step.streams:
             return
         self._place += 1
-        if bank is not None and self.candidate == self._rare:
+        if bank is not None and self.candidate == self._candidate_is_rare:
             bank.spend(step.seconds * self._loss)
         if self._paired:
             sums = self._switching if self._place <= WASHOUT else self._pair[0 if self.candidate else 1]
@@ -79,8 +79,8 @@ class Turns:
         self._next()
 
     @property
-    def _rare(self) -> bool:
-        """Value of ``candidate`` while the version with the smaller share drafts, for which a bank pays."""
+    def _candidate_is_rare(self) -> bool:
+        """Whether the candidate has the smaller share; a bank pays for the blocks of the rare version."""
         return self.share <= 0.5
 
     @property
@@ -89,7 +89,7 @@ class Turns:
         effect = self.measured.effect
         if effect is None:
             return FIRST_LOSS
-        gain = -effect.log if self._rare else effect.log
+        gain = -effect.log if self._candidate_is_rare else effect.log
         return -math.expm1(-max(gain + effect.error, KNOWN_WIDTH))
 
     @property

@@ -24,7 +24,7 @@ class VersionEffect(msgspec.Struct, frozen=True):
         log: logarithm of the speed-up.
         width: half the width of the confidence interval of ``log``; None before it is known.
         trials: number of trials that measured it.
-        resting: number of replicas in which the version rests, because it lost time next to recall.
+        resting: number of replicas in which the trained drafter rests, because it lost time next to recall.
     """
 
     number: int

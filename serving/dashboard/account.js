@@ -87,7 +87,7 @@ export function activity({ training, domain, trainer }) {
 }
 
 // Returns a note about replicas in which the trained drafter rests.
-const rests = (effect) => (effect?.resting ? `; it rests in ${counted(effect.resting, "replica")}, because recall alone is certainly faster` : "");
+const rests = (effect) => (effect?.resting ? `; it rests in ${counted(effect.resting, "replica")}, because recall alone was faster` : "");
 
 const result = (effect) => (measured(effect) ? `${change(effect.log)} speed (95 % interval ${range(effect)}), ${whole(effect.trials)} trials` : "not measured yet");
 

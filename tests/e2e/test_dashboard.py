@@ -330,7 +330,7 @@ def test_overview_says_that_the_trained_drafter_rests(service, opened):
     data = trained(service, [(0, 59.0, 40.0)], over_recall=effect)
     page = opened(prepare=lambda page: send(page, data))
     expect(page.locator("#answer-versions dd").first).to_contain_text(
-        "it rests in 1 replica, because recall alone is certainly faster"
+        "it rests in 1 replica, because recall alone was faster"
     )
 
 

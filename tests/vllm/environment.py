@@ -1,4 +1,4 @@
-"""Environment of vLLM for its tests, which is that of the benchmarks."""
+"""Environment for tests with real vLLM processes, shared with the benchmarks."""
 
 from __future__ import annotations
 

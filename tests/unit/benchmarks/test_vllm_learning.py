@@ -20,7 +20,7 @@ def test_tables_compare_both_ways_and_turns_with_and_without_capture():
         ("last version", "4", "5"),
         ("records trained on", "280", "290"),
         ("tokens per second of the traffic", "60.0", "50.0"),
-        ("CPU seconds beside vLLM", "40.0", "80.0"),
+        ("CPU seconds outside vLLM", "40.0", "80.0"),
     ]
     assert capture.rows == [
         ("tokens per second", "0.990", "0.980", "1.010"),

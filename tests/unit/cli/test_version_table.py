@@ -76,10 +76,17 @@ def test_training_of_a_domain_is_explained_in_six_lines():
     assert trial == " on trial          version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
 
 
-def test_line_on_recall_says_that_the_version_rests():
-    account = FundReport(over_recall=VersionEffect(2, 0, -0.03, 0.01, 40, 2))
-    line = dict(explained(Training(account=account)))["over recall alone"]
-    assert line == "-3.0% (-3.9% to -2.0%) by version 2; it rests, and recall drafts alone (replicas: 2)"
+@pytest.mark.parametrize(
+    ("effect", "change"),
+    [
+        (VersionEffect(2, 0, -0.03, 0.01, 40, 2), "-3.0% (-3.9% to -2.0%) by version 2"),
+        (VersionEffect(3, 0, resting=2), "not measured yet by version 3"),
+    ],
+    ids=["measured", "new version"],
+)
+def test_line_on_recall_says_that_the_trained_drafter_rests(effect, change):
+    line = dict(explained(Training(account=FundReport(over_recall=effect))))["over recall alone"]
+    assert line == f"{change}; it rests, and recall drafts alone (replicas: 2)"
 
 
 def test_training_without_a_measured_version_says_so():

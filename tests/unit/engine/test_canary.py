@@ -399,7 +399,7 @@ def test_trained_drafter_that_certainly_loses_rests_until_it_gains(
 ) -> None:
     """Recall then drafts alone, also with a new version, which is not compared with the one before."""
     make_drafts_free(monkeypatch)
-    monkeypatch.setattr(Turns, "observe", lambda *_: None)  # no pairs: the test sets what they measure
+    monkeypatch.setattr(Turns, "observe", lambda *_: None)  # the test sets the measured effects
     loss, gain = Measured(40, 50.0, 45.0, 0.01), Measured(40, 50.0, 60.0, 0.01)
     texts, drafter = prompts([9, 4, 17, 30], seed=4), Mixed(make_drafter("eagle", target_dir))
 
@@ -424,6 +424,8 @@ def test_trained_drafter_that_certainly_loses_rests_until_it_gains(
         client.swapped_to(2)
         client.engine.drafters("general").refer(1, drafter.weights())
         assert drafting("new-version") == {RECALL_ALONE}
+        (comparison,) = client.engine.comparisons["general"]
+        assert comparison == Comparison(2, RECALL_ALONE, Measured(guarded=1))
         assert drafting("gains", gain) == {2}
         (comparison,) = client.engine.comparisons["general"]
         assert comparison == Comparison(2, RECALL_ALONE, gain)

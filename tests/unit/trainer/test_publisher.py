@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -194,6 +195,11 @@ def test_version_in_service_is_taken_back_when_it_loses(parts, measured, loses):
     assert parts.promotion.take_back.call_args_list == ([((measured.effect,),)] if loses else [])
     parts.publisher.update_reports()
     parts.reporter.fund.measure.assert_called_with({8: measured})
+
+
+def test_new_version_that_rests_is_reported_before_it_is_measured():
+    assert version_effect(8, RECALL_ALONE, Measured(guarded=2)) == VersionEffect(8, RECALL_ALONE, resting=2)
+    assert version_effect(8, RECALL_ALONE, replace(WORSE, guarded=1)).resting == 1
 
 
 def test_version_is_taken_back_when_redis_answers_again(parts):
