@@ -6,14 +6,16 @@ engine=$1 name=$2
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 mmdebstrap --variant=minbase --quiet \
-    --include=python3.11,python3-pip,python3-dev,python3-venv,ca-certificates,tzdata bookworm "$folder/root.tar"
+    --include=python3.11,python3-pip,python3-venv,ca-certificates,tzdata bookworm "$folder/root.tar"
 cat > "$folder/Containerfile" <<'X'
 FROM scratch
 ADD root.tar /
+# Docker's image has Python's headers, and no compiler and no headers of C.
 RUN ln -sf /usr/bin/python3.11 /usr/local/bin/python && ln -sf /usr/bin/python3.11 /usr/local/bin/python3 && \
     rm -f /usr/lib/python3.11/EXTERNALLY-MANAGED && \
-    apt-get purge -y -q gcc g++ gcc-12 g++-12 cpp cpp-12 build-essential make libc6-dev dpkg-dev && \
-    rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*
+    apt-get update -q && cd /tmp && apt-get download -q libpython3.11-dev && \
+    dpkg-deb --fsys-tarfile libpython3.11-dev_*.deb | tar -C / -x ./usr/include && \
+    rm -rf /tmp/* /var/lib/apt/lists/* /var/cache/apt/*.bin
 ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin LANG=C.UTF-8
 CMD ["python3"]
 X

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -387,17 +388,19 @@ def test_scripts_are_valid_and_can_be_run():
 
 
 def test_ray_stop_ends_the_service_and_other_commands_do_not(tmp_path: Path):
-    for name in ("python", "ray-command"):
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+    wrapper = tmp_path / "bin/ray"
+    for program in (tmp_path / "bin/python", tmp_path / "libexec/ray"):
+        program.parent.mkdir()
+        program.write_text(f'#!/bin/sh\necho {program.name} "$@"\n')
         program.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    shutil.copy(DEPLOY / "image/ray", wrapper)
+    environment = {"PATH": f"{wrapper.parent}:/usr/bin:/bin"}
     for arguments, expected in {
-        "stop": "python -m deploy.end 120\nray-command stop\n",
-        "stop --force": "ray-command stop --force\n",
-        "start --head": "ray-command start --head\n",
+        "stop": "python -m deploy.end 120\nray stop\n",
+        "stop --force": "ray stop --force\n",
+        "start --head": "ray start --head\n",
     }.items():
-        command = [DEPLOY / "image/ray", *arguments.split()]
+        command = [wrapper, *arguments.split()]
         assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == expected
 
 
