@@ -116,9 +116,12 @@ class Embedded(Assembly):
             self.directory = self._ray.wait("prepare", prepared)
         finally:
             pool.shutdown(wait=not self._ray.died)
+        self._ends.callback(self._stop_trainer)
         self._report("loading the replicas")
         with _start_failures():
             self._serve.start_replicas(self.redis_url)
+        # Requests arrive from now on. ``drain`` reads the report late, because ``stop`` replaces it.
+        self._ends.callback(lambda: self._serve.drain(self._report))
         if settings.engine.kind == "vllm" and settings.drafts:
             from deploy.vllm.exports import ShapeFollower
 
@@ -129,8 +132,6 @@ class Embedded(Assembly):
             with _start_failures():
                 start = partial(trainer.app.start, settings, self.redis_url)
                 self.trainer = self._ray.call("start the trainer", _ACTOR_SECONDS, start)
-            self._ends.callback(self._stop_trainer)
-        self._ends.callback(lambda: self._serve.drain(self._report))  # read late, because ``stop`` replaces it
         announce(settings.home_dir, self.url, self.redis_url)
         self._ends.callback(withdraw, settings.home_dir)
 
@@ -154,6 +155,8 @@ class Embedded(Assembly):
         self._report(step)
 
     def _stop_trainer(self) -> None:
+        if self.trainer is None:
+            return
         try:
             try:
                 self.ask_trainer("stop", _TRAINER_SECONDS, seconds=_TRAINER_SECONDS + _ANSWER_SECONDS)

@@ -52,7 +52,7 @@ over all of them: with two arenas it keeps a third of it. Ray's default for a lo
 _OBJECT_STORE_BYTES = 256 << 20  # weights travel as files, so Ray moves little data
 _SESSION_LINK = "ray"
 _TOKEN_FILE = "ray-token"  # noqa: S105 (a file name)
-_START_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 20.0, 3.0
+_START_SECONDS, _CALLS_SECONDS, _STOP_SECONDS, _KILL_SECONDS = 60.0, 10.0, 20.0, 3.0
 _LOOK_SECONDS = 0.2
 _SERVERS = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS"}
 """Ray's server processes by name; without any of them Ray does not work."""
@@ -65,6 +65,7 @@ class LocalRay:
         self._before: set[int] = set()
         self._servers: dict[str, psutil.Process] = {}
         self._death: Future[str] = Future()
+        self._calls: set[Future[Any]] = set()
         self._looking = threading.Lock()
         self._unwatched, self._over = threading.Event(), threading.Event()
         self._started = False
@@ -116,6 +117,8 @@ class LocalRay:
         """
         self.check()
         result: Future[_Kind] = Future()
+        self._calls.add(result)
+        result.add_done_callback(self._calls.discard)
         threading.Thread(target=_settle, args=(result, function, *arguments), name="ray-call", daemon=True).start()
         return result
 
@@ -126,6 +129,7 @@ class LocalRay:
         if not result.done() or result.exception() is not None:
             self.check()  # the death of a server explains the failure
         if not result.done():
+            self._calls.discard(result)
             raise TimeoutError(f"Ray does not {doing} within {seconds:.0f} seconds")
         return result.result()
 
@@ -140,6 +144,8 @@ class LocalRay:
         if not self._started:
             return
         self._unwatched.set()
+        # A call that reaches Ray after its end would end this process with exit code 1.
+        wait(list(self._calls), 0 if self.died else _CALLS_SECONDS)
         try:
             self.call("stop", _STOP_SECONDS, ray.shutdown)
         except (RayDied, TimeoutError):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,7 +32,8 @@ _REFUSALS = frozenset({ConfigError.__name__, TargetError.__name__})
 _PROXY_SECONDS, _REPLICAS_SECONDS = 120.0, 1800.0  # the replicas load the target
 _STATUS_SECONDS = 30.0
 _LATE_SECONDS, _HANGING_SECONDS = 2.0, 4.0
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS, _RUN_SECONDS = 0.1, 0.25
+_APPLICATION = "osd"
 _NAMESPACE = "serve"  # Ray's namespace for Serve's actors
 
 
@@ -42,7 +44,7 @@ class LocalServe:
         self._ray, self._settings = ray, settings
         self._handle: Any = None
         self._started: Future[None]
-        self._hanging = False
+        self._hanging, self._ending = False, threading.Event()
 
     def start(self) -> None:
         """Return when the controller starts; ``start_replicas`` waits for the proxy.
@@ -72,14 +74,11 @@ class LocalServe:
             RuntimeError: Serve or a replica does not start.
             TimeoutError: they do not start in time.
         """
-        from ray import serve
-
         import serving.app
 
         application = serving.app.build(self._settings, redis_url, tries=1)  # the user waits for the error
-        run = partial(serve.run, application, name="osd", route_prefix="/")
         try:
-            self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, run)
+            self._handle = self._ray.call("start the replicas", _REPLICAS_SECONDS, self._run, application)
         except RuntimeError as error:
             kind, reason = self._ray.call("read the replicas' errors", _STATUS_SECONDS, _failure)
             if kind in _REFUSALS:
@@ -93,13 +92,11 @@ class LocalServe:
         Raises:
             RayDied: a Ray server died.
         """
-        from ray import serve
-
         import serving.app
 
         def replace() -> None:
             before()
-            serve.run(serving.app.build(self._settings, redis_url), name="osd", route_prefix="/")
+            self._run(serving.app.build(self._settings, redis_url))
 
         return self._ray.begin(replace)
 
@@ -133,6 +130,9 @@ class LocalServe:
         """End the replicas; a replica that does not end in time ends with Ray, a hanging one sooner."""
         from serving.app import CLOSE_SECONDS
 
+        self._ending.set()
+        # The handle that drained the replicas would report the end of its event loop as an error.
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
         seconds = _HANGING_SECONDS if self._hanging else CLOSE_SECONDS
         try:
             self._ray.call("end the replicas", seconds, _delete_application)
@@ -140,6 +140,26 @@ class LocalServe:
             return
         except (RayError, TimeoutError) as error:
             logger.warning("the replicas did not stop in time: %s", last_line(error))
+
+    def _run(self, application: Any) -> Any:
+        """Deploy the application; return its handle when all replicas answer, or when the service ends.
+
+        ``serve.run`` would wait forever for an application that is deleted while it starts.
+
+        Raises:
+            RuntimeError: a replica does not start.
+        """
+        from ray import serve
+
+        target = serve.RunTarget(application, name=_APPLICATION, route_prefix="/")
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        while not self._ending.wait(_RUN_SECONDS):
+            state = serve.status().applications[_APPLICATION]
+            if state.status == "DEPLOY_FAILED":
+                raise RuntimeError(state.message)
+            if state.status == "RUNNING":
+                break
+        return handle
 
 
 def error_line(message: str) -> str:
@@ -192,6 +212,6 @@ def _delete_application() -> None:
 
     # Not serve.shutdown: it kills the controller, which Ray reports as a failure; ray.shutdown ends it quietly.
     with contextlib.suppress(RayServeException):  # Serve has not started
-        serve.delete("osd", _blocking=False)
-        while "osd" in serve.status().applications:
+        serve.delete(_APPLICATION, _blocking=False)
+        while _APPLICATION in serve.status().applications:
             time.sleep(_LOOK_SECONDS)

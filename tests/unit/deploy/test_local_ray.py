@@ -170,3 +170,12 @@ def test_start_keeps_the_signal_handler_of_the_command(servers, tmp_path):
         node.stop()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_stop_waits_for_calls_that_are_about_to_end(node, monkeypatch):
+    shutdown = ray.shutdown
+    at_shutdown = []
+    monkeypatch.setattr(ray, "shutdown", lambda: [at_shutdown.append(call.done()), shutdown()])
+    call = node.begin(time.sleep, 0.5)
+    node.stop()
+    assert at_shutdown == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from deploy.assembly import RayDied, StartError
 from deploy.local_serve import LocalServe
 from osd.config import Settings
 from serving.app import CLOSE_SECONDS
+from tests.waiting import HANG_SECONDS
 
 
 class CallingAtOnce:
@@ -61,6 +63,19 @@ class FailingToStart(CallingAtOnce):
         return started
 
 
+def states_of(*statuses: str, message: str = ""):
+    """Return a replacement of ``serve.status`` for an application that goes through these states."""
+    left = list(statuses)
+
+    def status():
+        state = left.pop(0) if len(left) > 1 else left[0]
+        parts = {"osd": SimpleNamespace(message=message)}
+        application = SimpleNamespace(status=state, message="deployment failed", deployments=parts)
+        return SimpleNamespace(applications={"osd": application})
+
+    return status
+
+
 @pytest.fixture
 def running(monkeypatch):
     """Return a function that starts Serve with replicas."""
@@ -70,7 +85,8 @@ def running(monkeypatch):
 
     def start(ray, replicas, **settings) -> LocalServe:
         monkeypatch.setattr("ray.serve.start", lambda **options: None)
-        monkeypatch.setattr("ray.serve.run", lambda application, **options: replicas)
+        monkeypatch.setattr("ray.serve.run_many", lambda targets, **options: [replicas])
+        monkeypatch.setattr("ray.serve.status", states_of("RUNNING"))
         monkeypatch.setattr("serving.app.build", build)
         serve = LocalServe(ray, Settings(serving=settings))
         serve.start()
@@ -138,13 +154,19 @@ def test_start_failure_of_serve_is_raised_at_once():
     ("the actor died", RuntimeError, "deployment failed"),
 ])  # fmt: skip
 def test_replica_that_does_not_start_names_its_error(message, kind, reason, running, monkeypatch):
-    def fail(application, **options):
-        raise RuntimeError("deployment failed")
-
-    application = SimpleNamespace(deployments={"osd": SimpleNamespace(message=message)})
-    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"osd": application}))
     serve = running(CallingAtOnce(), None)
-    monkeypatch.setattr("ray.serve.run", fail)
+    monkeypatch.setattr("ray.serve.status", states_of("DEPLOYING", "DEPLOY_FAILED", message=message))
     with pytest.raises(RuntimeError, match=f"^{reason}$") as refused:
         serve.start_replicas("redis://127.0.0.1:1")
     assert type(refused.value) is kind
+
+
+def test_start_of_replicas_ends_with_the_service(running, monkeypatch):
+    serve = running(CallingAtOnce(), None)
+    monkeypatch.setattr(local_serve, "_delete_application", lambda: None)
+    monkeypatch.setattr("ray.serve.status", states_of("DELETING"))
+    start = threading.Thread(target=serve.start_replicas, args=("redis://127.0.0.1:1",))
+    start.start()
+    serve.end()
+    start.join(HANG_SECONDS)
+    assert not start.is_alive()
