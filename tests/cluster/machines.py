@@ -180,15 +180,20 @@ class Network:
         return f"{self._prefix}-{name}"
 
 
-@contextlib.contextmanager
-def network(data: Path) -> Iterator[Network]:
-    """Make a network, and enter it; skip the test on a machine that cannot."""
+def check_namespaces() -> None:
+    """Skip the test on a machine that cannot make namespaces."""
     missing = [name for name, program in _PROGRAMS.items() if program is None]
     if os.geteuid() != 0 or missing:
         needs = "root" if os.geteuid() != 0 else f"the programs {', '.join(missing)}"
         pytest.skip(
             f"machines made of namespaces need {needs}: run this as root, with Debian's iproute2 and util-linux"
         )
+
+
+@contextlib.contextmanager
+def network(data: Path) -> Iterator[Network]:
+    """Make a network, and enter it; skip the test on a machine that cannot."""
+    check_namespaces()
     folder = Path(tempfile.mkdtemp(prefix="osd-machines-", dir="/tmp"))
     try:
         made = Network(folder, data)
