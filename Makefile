@@ -52,7 +52,7 @@ faults: develop ## Break the processes, connections and disks of a service, and 
 	$(BIN)/python -m pytest -m 'fault and not cluster and not vllm' -n 2 --dist loadfile $(ARGS)
 
 cluster: develop ## Run the service on machines made of namespaces, cut and remove some, and print the results; needs root
-	$(BIN)/python -m pytest -m 'cluster and not soak' -rs --durations=0 --durations-min=1 $(ARGS)
+	$(BIN)/python -m pytest -m 'cluster and not soak' tests/cluster -rs --durations=0 --durations-min=1 $(ARGS)
 
 image: develop ## Build the images, run the image for CPUs without rights, chat and stop it, and print the results
 	$(BIN)/python -m pytest -m image tests/image -v -rsP --durations=0 --durations-min=1 $(ARGS)
