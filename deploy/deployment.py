@@ -80,7 +80,7 @@ def read_token() -> str:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE))
-    advice = "write the token of the cluster into it; ray get-auth-token --generate makes one"
+    advice = "write the token of the cluster into it; for a new cluster ray get-auth-token --generate makes one"
     try:
         token = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -286,7 +286,7 @@ def places_finding(settings: Settings, nodes: list[dict[str, Any]]) -> Finding:
         room = each.get("CPU", 0) if not gpus else min(each.get("CPU", 0), each.get("GPU", 0) / gpus)
         places += int(room if per_node is None else min(room, per_node))
     kinds = "CPU and GPU" if gpus else "CPU"
-    says = f"{len(nodes)} nodes with room ({kinds}) for {places} replicas"
+    says = f"{len(nodes)} nodes with room ({kinds}) for {places} replica{'s' * (places != 1)}"
     if places < needed:
         return Finding("nodes", "warning", f"{says}, and serving.replicas is {needed}: the others wait for nodes")
     return Finding("nodes", "ok", says)

@@ -224,7 +224,9 @@ def open_redis(settings: Settings) -> RedisHandle:
             clustered, old = _clustered(client), _old_version(client)
         except (redis.RedisError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise RedisSetupError(f"redis_url {address}: cannot connect ({reason})") from None
+            is_refused = isinstance(error, redis.AuthenticationError)
+            advice = "check redis.password_file" if is_refused else "check its name and its port, and that it runs"
+            raise RedisSetupError(f"redis_url {address}: cannot connect ({reason}): {advice}") from None
         if clustered:
             raise RedisSetupError(
                 f"redis_url {address}: Redis Cluster is not supported; name one server, or its sentinels"

@@ -154,7 +154,10 @@ def test_configured_server_is_used_and_left_running(redis_url: str):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("redis://me:hunter2@127.0.0.1:1/0", r"redis_url redis://127.0.0.1:1/0: cannot connect \(.*refused.*\)"),
+        (
+            "redis://me:hunter2@127.0.0.1:1/0",
+            r"redis_url redis://127.0.0.1:1/0: cannot connect \(.*refused.*\): check its name .*",
+        ),
         ("http://:hunter2@127.0.0.1", r"redis_url: not a Redis URL, expected redis://\[:password@\]host:port/db.*"),
         ("redis://:hunter2/@127.0.0.1:1", r"redis_url: not a Redis URL, .*"),
     ],
@@ -170,6 +173,7 @@ def test_error_of_a_wrong_password_hides_it(redis_url: str):
     with pytest.raises(RedisSetupError, match=r"^redis_url redis://127\.0\.0\.1:\d+/0: cannot connect \(") as caught:
         open_redis(Settings(redis_url=url))
     assert "hunter2" not in str(caught.value)
+    assert str(caught.value).endswith(": check redis.password_file")
 
 
 @pytest.mark.parametrize(

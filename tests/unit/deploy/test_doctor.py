@@ -57,6 +57,7 @@ def test_doctor_names_obstacles_and_exits_with_1(tmp_path: Path, monkeypatch: py
     words = " ".join(shown.stdout.split())
     assert f"serving.port {port} is in use" in words
     assert "redis_url redis://127.0.0.1:1/0: cannot connect" in words
+    assert "check its name and its port" in words
     assert "engine.max_draft is 1" in words
     assert max(map(len, shown.stdout.splitlines())) <= 80
 

@@ -402,6 +402,13 @@ def test_ray_stop_ends_the_service_and_other_commands_do_not(tmp_path: Path):
     }.items():
         command = [wrapper, *arguments.split()]
         assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == expected
+    environment["RAY_AUTH_TOKEN_PATH"] = str(tmp_path / "token")
+    for content in (None, "", "secret"):
+        if content is not None:
+            (tmp_path / "token").write_text(content)
+        done = subprocess.run([wrapper, "start"], env=environment, capture_output=True, text=True)
+        assert (done.returncode == 0) == (content == "secret")
+        assert ("write the token" in done.stderr) == (content != "secret")
 
 
 def test_node_drains_when_its_container_is_stopped(tmp_path: Path):
