@@ -123,7 +123,7 @@ def test_untrained_domains_share_one_part_of_the_bytes(write, reader, redis_clie
     reader("general").read(1, 10)
     write([*records_of("general", 6), *((f"d{number}", "r") for number in range(40))], padding=5000, keep_mb=1)
     counts = lengths(redis_client)
-    assert counts.pop("general") >= 4
+    assert counts.pop("general") >= 3, "Redis 7 counts more bytes for a record than Redis 6"
     assert 1 <= sum(counts.values()) <= 5
 
 
