@@ -225,7 +225,7 @@ def open_redis(settings: Settings) -> RedisHandle:
         except (redis.RedisError, OSError) as error:
             reason = " ".join(str(error).split())
             is_refused = isinstance(error, redis.AuthenticationError)
-            advice = "check redis.password_file" if is_refused else "check its name and its port, and that it runs"
+            advice = "check the password" if is_refused else "check its name and its port, and that it runs"
             raise RedisSetupError(f"redis_url {address}: cannot connect ({reason}): {advice}") from None
         if clustered:
             raise RedisSetupError(
