@@ -1,12 +1,15 @@
-"""Starts of assemblies while Redis fails."""
+"""Starts of assemblies that fail or are interrupted."""
 
 from __future__ import annotations
 
 import socket
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy import embedded
 from deploy.assembly import Assembly, PartError, StartError
 from osd.config import Settings
 from osd.registry.events import Events
@@ -51,3 +54,44 @@ def test_silent_redis_ends_a_start_with_one_sentence() -> None:
     assert str(refused.value).startswith(f"Redis at redis://{address} fails during the start (Timeout")
     assert str(refused.value).count("\n") == 0
     assert ended == ["first part"]
+
+
+def test_service_interrupted_while_the_trainer_starts_drains_its_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Ray:
+        died = False
+
+        def start(self, settings: Settings) -> None: ...
+
+        def wait(self, doing: str, result: Future[Path]) -> Path:
+            return result.result()
+
+        def call(self, doing: str, *arguments: Any) -> None:
+            assert doing == "start the trainer"
+            raise KeyboardInterrupt
+
+        def stop(self) -> None:
+            ended.append("Ray")
+
+    class Serve:
+        def start(self) -> None: ...
+
+        def start_replicas(self, redis_url: str) -> None: ...
+
+        def drain(self, report: object) -> None:
+            ended.append("requests")
+
+        def end(self) -> None:
+            ended.append("replicas")
+
+    monkeypatch.setattr(embedded, "LocalRay", Ray)
+    monkeypatch.setattr(embedded, "LocalServe", lambda ray, settings: Serve())
+    monkeypatch.setattr(embedded, "check_port", lambda host, port: None)
+    monkeypatch.setattr(embedded.Embedded, "_open", lambda self: None)
+    monkeypatch.setattr(embedded.Embedded, "_prepare", lambda self: tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        embedded.Embedded(Settings(home=tmp_path)).start()
+    assert ended == ["requests", "replicas", "Ray"]
