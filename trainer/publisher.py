@@ -294,7 +294,9 @@ class Publisher:
         """Take in the measured effects of the version in service; take the version back if it is certainly slower."""
         parent, stable = self._promotion.parent, self.stable
         alone = self._effects.of(stable, RECALL_ALONE)
-        self._reporter.over_recall = version_effect(stable, RECALL_ALONE, alone) if alone is not None else None
+        self._reporter.over_recall = None if alone is None else version_effect(stable, RECALL_ALONE, alone)
+        if alone is not None:
+            self._reporter.fund.measure_mixed(alone)
         if parent is None or self.canary is not None:
             return
         measured = self._effects.of(stable, parent)

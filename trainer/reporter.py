@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from osd.economy.report import RECALL_ALONE
 from osd.economy.training import Decision, Fund
 from osd.learning.online import Learner, LearnerStep
 from osd.learning.replay import states_share
@@ -93,15 +94,24 @@ class TrainingReporter:
         cost: CostMeter,
         reports: TrainingReports,
         clock: Callable[[], float] = time.monotonic,
+        mixes: bool = False,
     ) -> None:
-        """Create the reporter of a domain; ``clock`` times the intervals between reports, in seconds."""
+        """Create the reporter of a domain.
+
+        Args:
+            versions: the versions of the domain.
+            cost: the meter of its cost.
+            reports: where the reports are kept.
+            clock: times the intervals between reports, in seconds.
+            mixes: whether recall drafts with the trained drafter.
+        """
         self.state, self.cost, self.trained_requests, self.fund = TrainerState(), cost, TrainedRequests(), Fund()
         self.trial: VersionEffect | None = None
         """Measured effect of the canary."""
         self.over_recall: VersionEffect | None = None
         """Measured effect of the version in service over recall alone."""
         self._paid_back: float | None = None
-        self._versions, self._reports, self._clock = versions, reports, clock
+        self._versions, self._reports, self._clock, self._mixes = versions, reports, clock, mixes
         self._reported: Training | None = None  # None until the last report was read from Redis
         self._reported_at = self._event_at = -REPORT_SECONDS
 
@@ -169,19 +179,23 @@ class TrainingReporter:
             self._paid_back = None
         elif self._paid_back is None and fund.certain > 0:
             self._paid_back = time.time()
+        over_recall = self.over_recall
+        if over_recall is None and (mixed := fund.mixed) is not None:
+            over_recall = VersionEffect(self.state.version, RECALL_ALONE, mixed.log, mixed.width, mixed.trials)
         baselines = [fund.base, *(version.number for version in fund.versions)]
+        effects = [
+            VersionEffect(version.number, baseline, version.log, version.width, version.trials)
+            for version, baseline in zip(fund.versions, baselines, strict=False)
+        ]
         return FundReport(
             begins=decision is None or decision.begins,
             fund=0.0 if decision is None else decision.fund,
             needed=0.0 if decision is None else decision.needed,
             certain=fund.certain,
             saved=fund.saved,
-            effects=tuple(
-                VersionEffect(version.number, baseline, version.log, version.width, version.trials)
-                for version, baseline in zip(fund.versions, baselines, strict=False)
-            ),
+            effects=() if self._mixes else tuple(effects),
             trial=self.trial,
-            over_recall=self.over_recall,
+            over_recall=over_recall,
             log=None if gain is None else gain[0],
             width=None if gain is None else gain[1],
             paid_back=self._paid_back,
@@ -220,6 +234,8 @@ class TrainingReporter:
             logger.warning("the checkpoint has no fund of training: a new fund starts with the cost of one version")
         else:
             self.fund, self._paid_back = fund, paid_back
+            if not self._mixes:
+                fund.mixed = None
 
     def resume_cost(self, cost: TrainingCost) -> None:
         """Continue from the larger of ``cost`` and the cost of the last report."""

@@ -71,7 +71,8 @@ class Worker:
         events = tracking.TrackedEvents(redis_url, lambda: tracking.make(settings))
         self._versions = DomainVersions(self.domain, Registry(storage), Pointer(redis_url, storage), events, self.lease)
         cost = CostMeter(partial(scheduler.cpu_seconds, self.domain))
-        self.reporter = TrainingReporter(self._versions, cost, TrainingReports(redis_url))
+        reports, mixes = TrainingReports(redis_url), settings.drafter.mixes
+        self.reporter = TrainingReporter(self._versions, cost, reports, mixes=mixes)
         self.budget = TrainingBudget.of(settings, self._loads, context.executor, scheduler, self.reporter)
         self.publisher = Publisher(
             Promotion(self._versions, settings.trainer, context.build, settings.registry.keep),

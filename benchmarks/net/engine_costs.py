@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
-from benchmarks.engines import without_prefix_cache
+from benchmarks.engines import engine_with, without_prefix_cache
 from benchmarks.learning.experiment import Experiment
 from benchmarks.net.passes import FROZEN, RECALL, RECALL_FROZEN, settings_of_way
 from benchmarks.results import Results
@@ -18,7 +16,6 @@ from osd.capture.trace import Trace
 from osd.cli.report import say
 from osd.config import Settings
 from osd.drafting.base import Drafter
-from osd.engine.build import InitialDrafter, make_engine
 from osd.engine.request import Request, SamplingParams
 from osd.runtime.device import cores
 from osd.runtime.machine import Machine
@@ -33,7 +30,6 @@ _REPEATS = 2  # in the second repeat recall has seen all prompts
 def engine_costs(
     settings: Settings,
     directory: Path,
-    tokenizer: PreTrainedTokenizerBase,
     drafter: Drafter,
     prompts: Sequence[tuple[int, ...]],
     trained: float,
@@ -44,7 +40,7 @@ def engine_costs(
     with gates, which this function does not measure.
     """
     drafter = drafting.served(drafter, settings)
-    engine = make_engine(without_prefix_cache(settings), directory, tokenizer, InitialDrafter(drafter, 1), None)
+    engine = engine_with(without_prefix_cache(settings), directory, drafter)
     engine.start()
     try:
         for number in range(_REPEATS):
@@ -88,5 +84,5 @@ def costs_of_ways(
         way_settings = settings_of_way(settings, way, settings.home)
         chosen = way_settings.drafter
         drafter = trained_drafter if chosen.trainable else drafting.initial(chosen, setup.directory, settings.cache_dir)
-        measure = partial(engine_costs, way_settings, setup.directory, setup.tokenizer, drafter, prompts, trained)
+        measure = partial(engine_costs, way_settings, setup.directory, drafter, prompts, trained)
         results.once(f"costs-{chosen.kind}", CostMeasurement, measure)

@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from osd import drafting
-from osd.config import ConfidenceSettings, Settings
+from osd.config import ConfidenceSettings, EconomySettings, Settings
 from osd.drafting.recall.drafter import Recall
 from osd.drafting.recall.snapshot import Snapshots
 from osd.engine.build import InitialDrafter, make_engine
@@ -188,7 +188,11 @@ def _encode(settings: Settings, directory: Path, prompts: Sequence[Prompt], max_
 def _running_engine(
     settings: Settings, directory: Path, served: ServedState
 ) -> Generator[tuple[Engine, dict[str, DecodingMode]]]:
-    """Run an engine that has a domain for each decoding mode, and yield it with its modes by name."""
+    """Run an engine that has a domain for each decoding mode, and yield it with its modes by name.
+
+    It measures no effects, so that the trained drafter always drafts next to recall.
+    """
+    settings = settings.model_copy(update={"economy": EconomySettings(measure=0)})
     registry = Registry(storage_of(settings))
     versions = {number: registry.load(settings.domain, number) for number in {served.first, served.last}}
     last = versions[served.last]

@@ -221,13 +221,18 @@ def _domain_rows(span: Span, domain: str) -> list[tuple[str, str]]:
         ("domain", f"{domain}; the other figures exist for the whole service only: leave out --domain"),
         ("drafts", _acceptance(kept, drafted, span.added("osd_version_rounds_total"))),
         *(
-            ("", f"version {version}: {_share(counts['accepted'], counts['drafted'])}")
+            ("", f"{_version_name(version)}: {_share(counts['accepted'], counts['drafted'])}")
             for version, counts in _drafts_by_version(span).items()
         ),
         # The number of swaps is that of all domains.
         *(("versions", line) for line in _versions(span, swaps=False)),
         *_learning_rows(span),
     ]
+
+
+def _version_name(version: str) -> str:
+    """Return the name of a drafter version; recall alone and initial weights draft without one."""
+    return "no version" if version == "0" else f"version {version}"
 
 
 def _learning_rows(span: Span) -> list[tuple[str, str]]:
@@ -356,12 +361,14 @@ def _training_lines(now: Scrape, domain: str) -> list[str]:
     gains = {
         bound: value for (of, bound), value in now.by("osd_training_speedup", "domain", "bound").items() if of == domain
     }
+    resting = now.by("osd_resting_replicas", "domain").get((domain,), 0)
+    rests = f"; the trained drafter rests in {resting:.0f} replicas" if resting else ""
     if "estimate" not in gains:
-        return [f"{line}; no version is measured yet"]
+        return [f"{line}; no version is measured yet{rests}"]
     gain = f"gain {gains['estimate'] - 1:+.1%} ({gains['low'] - 1:+.1%} to {gains['high'] - 1:+.1%})"
     paid = now.by("osd_training_paid_back_timestamp_seconds", "domain").get((domain,))
     when = "not paid back yet" if paid is None else f"paid back {time.strftime('%b %d, %H:%M', time.localtime(paid))}"
-    return [line, f"{domain}: {gain}, {when}", *_trial_lines(now, domain)]
+    return [line, f"{domain}: {gain}, {when}{rests}", *_trial_lines(now, domain)]
 
 
 def _trial_lines(now: Scrape, domain: str) -> list[str]:

@@ -42,7 +42,7 @@ def version_table(listing: Listing) -> RenderableType:
         if version.problem:
             problems.append(Text(f" version {version.number}: {version.problem}"))
     lines = explained(listing.training, listing.silence)
-    training = [Text(f" {name:<17} {figure}") for name, figure in lines]
+    training = [Text(f" {name:<13} {figure}") for name, figure in lines]
     return Group(Text(listing.domain, style="bold", overflow="fold"), table, *problems, *training)
 
 
@@ -104,17 +104,16 @@ def explained(training: Training | None, silence: float | None = None) -> list[t
     account = training.account
     if account is None:
         return lines
-    gain = "no version is measured yet"
-    if account.effects and account.log is not None:
-        gain = f"{interval(account.log, account.width)} since version {account.effects[0].before}"
+    gain, alone = "no version is measured yet", account.over_recall
+    if account.log is not None:
+        over = "over recall alone" if alone is not None else f"since version {account.effects[0].before}"
+        gain = f"{interval(account.log, account.width)} {over}"
+    if alone is not None and alone.resting:
+        gain += f"; the trained drafter rests, and recall drafts alone (replicas: {alone.resting})"
     paid = "not yet"
     if account.paid_back is not None:
         paid = time.strftime("%b %d, %H:%M", time.localtime(account.paid_back))
     lines += [("training gain", gain), ("paid back", paid)]
-    if (alone := account.over_recall) is not None and (alone.width is not None or alone.resting):
-        change = "not measured yet" if alone.width is None else interval(alone.log, alone.width)
-        rests = f"; it rests, and recall drafts alone (replicas: {alone.resting})" if alone.resting else ""
-        lines.append(("over recall alone", f"{change} by version {alone.number}{rests}"))
     if (trial := account.undecided) is not None:
         change = "not measured yet" if trial.width is None else interval(trial.log, trial.width)
         lines.append(("on trial", f"version {trial.number} against {trial.before}: {change}, {trial.trials} trials"))

@@ -21,7 +21,8 @@ class Measured:
         plain: seconds that plain decoding would have taken for the same tokens and prompts, at the same load.
         variance: of ``plain``, in square seconds.
         spent: seconds that measuring is estimated to have cost since the replica started.
-        guarded: replicas in which the measured drafting is off because it lost time.
+        guarded: number of replicas in which the measured drafting is off, because it lost time or gains too little.
+        replicas: number of replicas that measured.
     """
 
     trials: int = 0
@@ -30,6 +31,7 @@ class Measured:
     variance: float = 0.0
     spent: float = 0.0
     guarded: int = 0
+    replicas: int = 1
 
     @classmethod
     def of(cls, effect: Effect, drafted: float) -> Measured:

@@ -1,6 +1,6 @@
 """Schedule of trials: random short blocks of decoding steps without drafting, or with drafting while it is off.
 
-A plain block costs time when drafting is faster. A share of the busy seconds pays for it and is banked while no trial
+A plain block costs time when drafting is faster. A share of the busy seconds pays for it and is saved while no trial
 runs. Trials follow each other while the interval of the speed-up is wide or the speed-up seems to have fallen, and are
 rare otherwise. While drafting is off, the loss budget pays for the blocks with drafting.
 """
@@ -22,7 +22,7 @@ BANK_SECONDS = 10.0
 """Largest bank of seconds for measuring, as ``docs/economy.md`` promises."""
 
 BEGIN_SECONDS = 2.0
-"""Bank of a replica that starts, as ``docs/economy.md`` promises: the speed-up is known some minutes later."""
+"""First content of each bank, as ``docs/economy.md`` promises: a replica's speed-up is known some minutes later."""
 
 FIRST_LOSS = 0.5
 """Loss by a block, as a share of its seconds, before the first estimate: as if the other arm were twice as fast."""
@@ -30,26 +30,26 @@ FIRST_LOSS = 0.5
 MOST_TRIALS = 400
 """Trials, or pairs of sums, of an estimate, which then takes one or two milliseconds."""
 
+KEPT_SECONDS = 3600.0
+"""Busy seconds for which a trial counts: the last hour of ``docs/economy.md``."""
+
 _LOOK_SECONDS = 120.0  # busy, after which a trial is due in any case, as docs/economy.md promises
-_KEPT_SECONDS = 3600.0  # busy, for which a trial counts: the last hour of docs/economy.md
 
 
 class Bank:
-    """Bank of seconds that measuring may cost: a share of the busy seconds fills it.
+    """Bank of seconds that measuring may cost.
 
     Attributes:
         seconds: content.
         spent: estimated seconds that measuring has cost.
     """
 
-    def __init__(self, measure: float) -> None:
-        """Add a share ``measure`` of the busy seconds."""
-        self._measure = measure
+    def __init__(self) -> None:
         self.seconds, self.spent = BEGIN_SECONDS, 0.0
 
-    def add(self, busy: float) -> None:
-        """Add the share of ``busy`` seconds of the engine."""
-        self.seconds = min(self.seconds + self._measure * busy, BANK_SECONDS)
+    def add(self, seconds: float) -> None:
+        """Add seconds; the bank overflows at ``BANK_SECONDS``."""
+        self.seconds = min(self.seconds + seconds, BANK_SECONDS)
 
     def spend(self, seconds: float) -> None:
         """Take out seconds that a measurement has cost; the content can become negative."""
@@ -64,7 +64,9 @@ class Switchback:
 
     Attributes:
         busy: seconds so far.
-        bank: of measurements; comparisons of versions use it too.
+        bank: pays for plain blocks.
+        versions: bank that pays for comparisons of versions; it gets half of the share while there is one.
+        compares: whether a comparison of versions needs ``versions``.
         budget: loss budget of drafting.
         costs: [3] of plain steps as of the last trial, see ``estimate``; None before the first estimate.
         measured: the speed-up as of the last trial while drafting was on; another thread may read it.
@@ -72,8 +74,9 @@ class Switchback:
 
     def __init__(self, measure: float, max_loss: float, seed: int) -> None:
         """Spend at most a share ``measure`` of busy seconds on measuring, and lose at most ``max_loss`` by drafting."""
-        self._max_loss, self._random = max_loss, np.random.default_rng(seed)
-        self.busy, self.bank, self.measured = 0.0, Bank(measure), Measured()
+        self._measure, self._max_loss, self._random = measure, max_loss, np.random.default_rng(seed)
+        self.bank, self.versions, self.compares = Bank(), Bank(), False
+        self.busy, self.measured = 0.0, Measured()
         self.costs: np.ndarray | None = None
         self._effect: Effect | None = None
         self._kept: deque[tuple[float, np.ndarray]] = deque(maxlen=MOST_TRIALS)  # of the last busy hour
@@ -101,7 +104,11 @@ class Switchback:
     def observe(self, step: Step) -> None:
         """Add the decoding step that followed the last read of ``drafts``."""
         self.busy += step.seconds
-        self.bank.add(step.seconds)
+        share = self._measure * step.seconds
+        if self.compares:
+            share /= 2
+            self.versions.add(share)
+        self.bank.add(share)
         self.budget.passed(step.seconds)
         if self._is_inside and self._plain_inside:
             self.bank.spend(step.seconds * self._loss)
@@ -112,7 +119,8 @@ class Switchback:
             self._end()
 
     def _begin(self, measured: Measured) -> None:
-        self.measured = replace(measured, spent=self.bank.spent, guarded=int(not self.budget.allows))
+        spent = self.bank.spent + self.versions.spent
+        self.measured = replace(measured, spent=spent, guarded=int(not self.budget.allows))
         self._plain_inside, self._trial, self._began = self.budget.allows, np.zeros(effect.TRIAL), self.busy
         self._place = -1 - int(self._random.integers(BLOCK // 2))
 
@@ -146,7 +154,7 @@ class Switchback:
         if self._plain_inside:
             drafted = drafted + trial[0]
             self._kept.append((self.busy, trial))
-            while self._kept[0][0] < self.busy - _KEPT_SECONDS:
+            while self._kept[0][0] < self.busy - KEPT_SECONDS:
                 self._kept.popleft()
             if (estimated := effect.estimate([trial for _, trial in self._kept])) is not None:
                 self._effect, self.costs, all_seconds = estimated

@@ -77,6 +77,9 @@ class Fund(msgspec.Struct):
         slices: number of slices that ended.
         slice: CPU seconds of the current slice, including seconds at price 0.
         paid: CPU seconds of the current slice at a price above 0.
+        mixed: effect of the trained versions of a mixed drafter together, over recall alone; its ``number`` is 0, and
+            its seconds are those in which the trained drafter does not rest. None for other drafters.
+        resting: share of the replicas in which recall drafts alone.
         base: number of the version with which the account began, or of the version in service at the last alarm.
         versions: versions above ``base`` up to the version in service, in ascending order.
         measured: sum of the measured logarithms of the speed-ups of versions that no longer serve.
@@ -91,20 +94,27 @@ class Fund(msgspec.Struct):
     slices: int = 0
     slice: float = 0.0
     paid: float = 0.0
+    mixed: ServedVersion | None = None
+    resting: float = 1.0
     base: int = 0
     versions: list[ServedVersion] = msgspec.field(default_factory=list)
     measured: float = 0.0
     promised: float = 0.0
 
     @property
+    def _saving(self) -> list[ServedVersion]:
+        """Effects that saved core seconds: of all versions together, or else of each."""
+        return self.versions if self.mixed is None else [self.mixed]
+
+    @property
     def certain(self) -> float:
         """Core seconds that all versions certainly saved, by their lower bounds, less what they certainly lost."""
-        return self.earlier + sum(version.certain for version in self.versions)
+        return self.earlier + sum(version.certain for version in self._saving)
 
     @property
     def saved(self) -> float:
         """Estimate of the saved core seconds; versions out of service count with their certain savings."""
-        return self.earlier + sum(math.expm1(version.log) * version.busy for version in self.versions)
+        return self.earlier + sum(math.expm1(version.log) * version.busy for version in self._saving)
 
     @property
     def kappa(self) -> float:
@@ -115,7 +125,12 @@ class Fund(msgspec.Struct):
 
     @property
     def gain(self) -> tuple[float, float] | None:
-        """Logarithm of the measured speed-up of the versions in service together, and half its interval."""
+        """Logarithm of the measured speed-up of the versions in service together, and half its interval.
+
+        For a mixed drafter it is the speed-up over recall alone.
+        """
+        if self.mixed is not None:
+            return None if self.mixed.width is None else (self.mixed.log, self.mixed.width)
         widths = [version.width for version in self.versions if version.width is not None]
         return (sum(version.log for version in self.versions), math.hypot(*widths)) if widths else None
 
@@ -124,6 +139,8 @@ class Fund(msgspec.Struct):
         self.busy += busy
         for version in self.versions:
             version.busy += busy
+        if self.mixed is not None:
+            self.mixed.busy += (1 - self.resting) * busy
 
     def learn(self, seconds: float, price: float, lost: float = 0.0) -> None:
         """Charge CPU ``seconds`` of training at a ``price``, and core seconds that requests ``lost`` to training.
@@ -156,23 +173,37 @@ class Fund(msgspec.Struct):
     def measure(self, effects: Mapping[int, Measured]) -> None:
         """Update the measured speed-up of each version in service over the version before, by number."""
         for version in self.versions:
-            effect = None if version.number not in effects else effects[version.number].effect
-            if effect is None or math.isinf(effect.width):
-                continue
-            was_better = version.low > 0
-            version.log, version.width, version.trials = effect.log, effect.width, effect.trials
-            if version.low > 0 and not was_better:
-                self.fruitless = 0
+            if version.number in effects:
+                self._update(version, effects[version.number])
+
+    def measure_mixed(self, measured: Measured) -> None:
+        """Update the measured speed-up of the trained versions of a mixed drafter over recall alone."""
+        if self.mixed is None:
+            self.mixed = ServedVersion(0)
+        self.resting = measured.guarded / measured.replicas
+        self._update(self.mixed, measured)
+
+    def _update(self, version: ServedVersion, measured: Measured) -> None:
+        effect = measured.effect
+        if effect is None or math.isinf(effect.width):
+            return
+        was_better = version.low > 0
+        version.log, version.width, version.trials = effect.log, effect.width, effect.trials
+        if version.low > 0 and not was_better:
+            self.fruitless = 0
 
     def drift(self) -> None:
         """Begin again at the version in service after an alarm; the certain savings so far stay in ``earlier``."""
         self.base = self.versions[-1].number if self.versions else self.base
         self._retire(self.versions)
-        self.fruitless = 0
+        if self.mixed is not None:
+            self.earlier += self.mixed.certain
+        self.mixed, self.fruitless = None, 0
 
     def _retire(self, versions: Sequence[ServedVersion]) -> None:
         for version in versions:
-            self.earlier += version.certain
+            if self.mixed is None:
+                self.earlier += version.certain
             if version.width is not None:
                 self.measured, self.promised = self.measured + version.log, self.promised + version.promised
         self.versions = [version for version in self.versions if version not in versions]

@@ -12,9 +12,9 @@ from collections import deque
 
 import numpy as np
 
-from osd.economy.effect import KNOWN_WIDTH, SECONDS, SUMS, TOKENS, Step, compare
+from osd.economy.effect import KNOWN_WIDTH, SECONDS, STEPS, SUMS, TOKENS, Step, compare
 from osd.economy.report import Measured
-from osd.economy.switchback import BEGIN_SECONDS, FIRST_LOSS, MOST_TRIALS, Bank
+from osd.economy.switchback import FIRST_LOSS, MOST_TRIALS, Bank
 
 BLOCK = 16
 """Steps of a block, as ``docs/economy.md`` describes."""
@@ -28,6 +28,8 @@ the first step is left out. Three more are left out for drafters that are not ca
 
 _LONGEST_SECONDS = 600.0  # of counted steps on an uncertain effect, as docs/economy.md promises
 
+_SAVED_SECONDS = 0.5  # in a bank, before pairs begin again: after a rest, drafters read many missed tokens
+
 
 class Turns:
     """Schedule of a candidate and the stable version, and the measured difference of their speed-ups.
@@ -38,12 +40,14 @@ class Turns:
         measured: the candidate against the stable version as of the last pair; another thread may read it.
     """
 
-    def __init__(self, share: float, seed: int) -> None:
-        """Let the candidate draft in a ``share`` of the blocks."""
-        self.share, self._random = share, np.random.default_rng(seed)
+    def __init__(self, share: float, seed: int, kept: float = math.inf) -> None:
+        """Let the candidate draft in a ``share`` of the blocks; a pair counts for ``kept`` busy seconds."""
+        self.share, self._random, self._kept = share, np.random.default_rng(seed), kept
         self.measured = Measured()
-        self._pairs: list[np.ndarray] = []  # [2, SUMS] of the candidate and the stable version
-        self._joined, self._ended = 1, 0  # pairs of blocks in each entry of ``_pairs``, and in all of them
+        self._busy = 0.0
+        # Each entry has the busy seconds at its end, and sums [2, SUMS] of the candidate and the stable version.
+        self._pairs: deque[tuple[float, np.ndarray]] = deque()
+        self._joined, self._ended = 1, 0  # pairs of blocks in each entry of ``_pairs``, and in all since the start
         self._blocks: deque[tuple[bool, bool]] = deque()  # whether the candidate drafts, and whether it is of a pair
         self._is_paid = False  # whether a bank pays for further pairs
         self._next()
@@ -61,6 +65,7 @@ class Turns:
         if not step.streams:
             return
         self._place += 1
+        self._busy += step.seconds
         if bank is not None and self.candidate == self._candidate_is_rare:
             bank.spend(step.seconds * self._loss)
         if self._paired:
@@ -73,9 +78,8 @@ class Turns:
             if bank is not None:
                 bank.spend(self._switching_seconds)
         if bank is not None:
-            # Pairs follow each other while the bank covers them: after a long rest a drafter reads many missed tokens.
             price = BLOCK * step.seconds * self._loss
-            self._is_paid = bank.seconds >= (price if self._is_paid else BEGIN_SECONDS)
+            self._is_paid = bank.seconds >= (price if self._is_paid else max(price, _SAVED_SECONDS))
         self._next()
 
     @property
@@ -95,7 +99,7 @@ class Turns:
     @property
     def _switching_seconds(self) -> float:
         """Seconds lost in the uncounted steps of the last pair, in which drafters read tokens that they missed."""
-        counted = np.sum(self._pairs, (0, 1))
+        counted = np.sum([pair for _, pair in self._pairs], (0, 1))
         return float(self._switching[SECONDS] - counted[SECONDS] / max(counted[TOKENS], 1.0) * self._switching[TOKENS])
 
     @property
@@ -137,13 +141,18 @@ class Turns:
         When there are too many pairs, neighbours are joined, which changes neither the estimate nor its error.
         """
         if len(self._pairs) == MOST_TRIALS and self._ended % self._joined == 0:
-            self._pairs = [pair + after for pair, after in zip(self._pairs[::2], self._pairs[1::2], strict=True)]
+            entries = list(self._pairs)
+            joined = zip(entries[::2], entries[1::2], strict=True)
+            self._pairs = deque((end, pair + after) for (_, pair), (end, after) in joined)
             self._joined *= 2
         if self._ended % self._joined == 0:
-            self._pairs.append(self._pair)
+            self._pairs.append((self._busy, self._pair))
         else:
-            self._pairs[-1] += self._pair
+            self._pairs[-1] = self._busy, self._pairs[-1][1] + self._pair
         self._ended += 1
-        pairs = np.array(self._pairs)
-        if (effect := compare(pairs, costs, self._ended)) is not None:
+        while self._pairs[0][0] < self._busy - self._kept:
+            self._pairs.popleft()
+        pairs = np.array([pair for _, pair in self._pairs])
+        count = round(pairs[:, 0, STEPS].sum() / (BLOCK - WASHOUT))
+        if (effect := compare(pairs, costs, count)) is not None:
             self.measured = Measured.of(effect, float(pairs[:, 0, SECONDS].sum()))

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from osd.drafting.base import Drafter
 from osd.drafting.session import CommittedTokens, Origin, Session, TargetRows
+from osd.economy.effect import KNOWN_WIDTH, LEAST_TRIALS
 from osd.economy.report import RECALL_ALONE, Comparison
+from osd.economy.switchback import KEPT_SECONDS
 from osd.economy.turns import Turns
 
 
@@ -75,17 +77,27 @@ class AlternateDrafter:
     Attributes:
         drafter: of a canary, which is newer than the stable version, or of a reference, which is older.
         turns: of the newer and the older version.
-        reference: whether the drafter is a reference.
+        reference: whether the drafter is a reference, the version before or recall alone.
     """
 
     drafter: ActiveDrafter
     turns: Turns
     reference: bool = False
 
+    @classmethod
+    def recall_alone(cls, drafter: ActiveDrafter) -> AlternateDrafter:
+        """Return a reference that drafts until the trained drafter gains, and from then on in few blocks."""
+        return cls(drafter, Turns(0.0, RECALL_ALONE, KEPT_SECONDS), reference=True)
+
     @property
     def drafts(self) -> bool:
         """Whether it drafts in the next step, in place of the stable drafter."""
         return self.turns.candidate != self.reference
+
+    @property
+    def rests(self) -> bool:
+        """Whether the newer version drafts in trials only."""
+        return self.turns.share == 0.0
 
     def comparison(self, stable: ActiveDrafter) -> Comparison:
         """Return the measurement of the newer version against the older one."""
@@ -101,16 +113,16 @@ class DomainDrafters:
     Attributes:
         stable: drafter of the version in service.
         alternate: drafter that takes turns with it; None without a comparison.
-        settled: comparisons of the stable version with references whose results are known, by version of the reference.
-        rests: whether recall drafts alone, because the trained drafter next to it certainly lost time.
+        recall_alone: reference of a trained version of a mixed drafter; None for other drafters.
+        settled: result of the comparison of the stable version with the version before; None before it is known.
         last_used: number of the last choice.
     """
 
     def __init__(self, stable: ActiveDrafter) -> None:
         self.stable = stable
         self.alternate: AlternateDrafter | None = None
-        self.settled: dict[int, Comparison] = {}
-        self.rests = False
+        self.recall_alone: AlternateDrafter | None = None
+        self.settled: Comparison | None = None
         self.last_used = 0
 
     @property
@@ -121,26 +133,22 @@ class DomainDrafters:
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Comparisons of the stable version with references, and of the canary with the stable version."""
-        compared = dict(self.settled)
-        if (alternate := self.alternate) is not None and alternate.drafter.version not in compared:
-            compared[alternate.drafter.version] = alternate.comparison(self.stable)
-        if self.rests and (alone := compared.get(RECALL_ALONE)) is not None:
-            compared[RECALL_ALONE] = replace(alone, measured=replace(alone.measured, guarded=1))
-        return tuple(compared.values())
+        compared = [] if self.settled is None else [self.settled]
+        if self.alternate is not None and self.alternate is not self.recall_alone:
+            compared.append(self.alternate.comparison(self.stable))
+        if self.recall_alone is not None:
+            alone = self.recall_alone.comparison(self.stable)
+            compared.append(replace(alone, measured=replace(alone.measured, guarded=int(self.recall_alone.rests))))
+        return tuple(compared)
 
     def settle(self) -> bool:
-        """Note the result of the comparison with a reference; return whether the comparison ends.
-
-        The comparison with recall alone begins again while the trained drafter rests.
-        """
+        """Take in the measured effects; return whether a comparison with the version before ends."""
+        if self.recall_alone is not None:
+            effect = self.recall_alone.turns.measured.effect
+            gains = effect is not None and effect.trials >= LEAST_TRIALS and effect.log > KNOWN_WIDTH
+            self.recall_alone.turns.share = float(gains)
         alternate = self.alternate
-        if alternate is None or not alternate.reference or not alternate.turns.settled:
+        if alternate in (None, self.recall_alone) or not alternate.reference or not alternate.turns.settled:
             return False
-        comparison = self.settled[alternate.drafter.version] = alternate.comparison(self.stable)
-        if alternate.drafter.version != RECALL_ALONE:
-            return True
-        if (effect := comparison.measured.effect) is not None:
-            self.rests = effect.log <= 0 if self.rests else effect.log + effect.width < 0
-        if self.rests:
-            alternate.turns = Turns(0.0, self.stable.version)
-        return not self.rests
+        self.settled = alternate.comparison(self.stable)
+        return True

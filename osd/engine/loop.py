@@ -283,13 +283,15 @@ class DecodeLoop:
     def _compare_versions(self, outcome: StepOutcome, seconds: float) -> None:
         """Add the step to the comparisons of versions that took part in it."""
         alternates = {result.alternate for result in outcome.sequences if result.alternate is not None}
+        switchback = self.planner.switchback
+        if switchback is not None:
+            switchback.compares = any(alternate.reference for alternate in alternates)
         if self.pool is None or not alternates:
             return
-        switchback = self.planner.switchback
         costs = None if switchback is None else switchback.costs
         step = measured_step(outcome, seconds)
         for alternate in alternates:
-            bank = switchback.bank if switchback is not None and alternate.reference else None
+            bank = switchback.versions if switchback is not None and alternate.reference else None
             if not outcome.drafts:
                 alternate.turns.interrupt()
             elif not outcome.exceptional:

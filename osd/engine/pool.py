@@ -254,12 +254,12 @@ class DrafterPool:
         if drafter is not drafters.stable:
             self._retired.append(drafters.stable)
             drafters.stable = drafter
-        drafter.version, drafters.settled = version, {}
-        if (alternate := drafters.alternate) is not None:  # the measurements so far compare with the version before
-            if alternate.reference:
-                self._end_comparison(domain)
-            else:
-                alternate.turns = Turns(alternate.turns.share, alternate.drafter.version)
+        drafter.version, drafters.settled = version, None
+        alternate = drafters.alternate
+        if alternate is not None and not alternate.reference:
+            alternate.turns = Turns(alternate.turns.share, alternate.drafter.version)
+        elif alternate is not drafters.recall_alone:
+            self._end_comparison(domain)
         self.version_changes += 1
         self._compare_with_recall(domain)
         return drafter
@@ -306,10 +306,9 @@ class DrafterPool:
     def refer(self, domain: str, version: int, weights: dict[str, Tensor], drafter: Drafter | None = None) -> None:
         """Compare the stable version of a domain with an earlier ``version``, until the result is known.
 
-        The reference drafts in pairs of blocks that the bank of measurements pays for. Afterwards the stable version of
-        a mixed drafter is compared with recall alone. A canary ends both comparisons. While the stable version rests,
-        it is compared with recall alone only. ``drafter`` is the configuration of the reference, None for the stable
-        version's.
+        The reference drafts in pairs of blocks that the bank of comparisons pays for. A canary ends the comparison.
+        ``drafter`` is the configuration of the reference, None for the stable version's. A mixed drafter is compared
+        with recall alone instead.
 
         Raises:
             DrafterError: the weights do not fit; nothing changes.
@@ -319,32 +318,27 @@ class DrafterPool:
         reference = self._factory.make(drafter or stable.drafter, domain, version, weights)
         with self._changed:
             drafters = self.domains.get(domain)
-            if drafters is None or drafters.stable is not stable or drafters.rests:
-                return
-            alternate = drafters.alternate
-            if alternate is None or (alternate.reference and alternate.drafter.version == RECALL_ALONE):
-                self._refer(domain, reference)
+            if drafters is not None and drafters.stable is stable and drafters.alternate is None:
+                turns = Turns(1.0, stable.version)
+                self._begin_comparison(domain, AlternateDrafter(reference, turns, reference=True))
 
     def settle(self) -> None:
-        """End the comparisons with references whose results are known."""
+        """Take in the measured effects, and end the comparisons with references whose results are known."""
         with self._changed:
             for domain, drafters in self.domains.items():
                 if drafters.settle():
                     self._end_comparison(domain)
-                    self._compare_with_recall(domain)
 
     def _compare_with_recall(self, domain: str) -> None:
-        """Compare a trained version of a mixed drafter with recall alone, unless the result is known."""
+        """Compare a trained version of a mixed drafter with recall alone, with all measurements of the last hour."""
         drafters = self.domains[domain]
         stable = drafters.stable
         trained = isinstance(stable.drafter, Mixed) and stable.version != RECALL_ALONE
-        if self._measures and trained and drafters.alternate is None and RECALL_ALONE not in drafters.settled:
-            self._refer(domain, self._factory.make(Recall(), domain, RECALL_ALONE))
-
-    def _refer(self, domain: str, reference: ActiveDrafter) -> None:
-        drafters = self.domains[domain]
-        turns = Turns(0.0 if drafters.rests else 1.0, drafters.stable.version)
-        self._begin_comparison(domain, AlternateDrafter(reference, turns, reference=True))
+        if not self._measures or not trained or drafters.alternate is not None:
+            return
+        if drafters.recall_alone is None:
+            drafters.recall_alone = AlternateDrafter.recall_alone(self._factory.make(Recall(), domain, RECALL_ALONE))
+        self._begin_comparison(domain, drafters.recall_alone)
 
     def _begin_comparison(self, domain: str, alternate: AlternateDrafter) -> None:
         self._end_comparison(domain)

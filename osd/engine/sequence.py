@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from osd.drafting.session import Origin, TargetRows
+from osd.economy.report import RECALL_ALONE
 from osd.engine.completion import CompletionState
 from osd.engine.constraint import GrammarConstraint
 from osd.engine.lifetime import Lifetime
@@ -297,9 +298,11 @@ class SequenceState:
             self.drafter = drafter
 
     def records(self, drafter: ActiveDrafter) -> bool:
-        """Return whether the trace records the drafts of ``drafter``; a trace shows only one version."""
+        """Return whether the trace records the drafts of ``drafter``: of one version, and of recall where it rests."""
         learner = self.learner
-        return learner is None or (learner.domain, learner.version) == (drafter.domain, drafter.version)
+        if learner is None:
+            return True
+        return learner.domain == drafter.domain and drafter.version in (learner.version, RECALL_ALONE)
 
     def preempt(self) -> None:
         """Give up slot and drafters until the sequence is admitted again."""

@@ -24,7 +24,7 @@ class VersionEffect(msgspec.Struct, frozen=True):
         log: logarithm of the speed-up.
         width: half the width of the confidence interval of ``log``; None before it is known.
         trials: number of trials that measured it.
-        resting: number of replicas in which the trained drafter rests, because it lost time next to recall.
+        resting: number of replicas in which the trained drafter rests, because no gain over recall alone is measured.
     """
 
     number: int
@@ -49,10 +49,12 @@ class FundReport(msgspec.Struct, frozen=True):
         needed: balance that the next slice needs.
         certain: lower bound of the core seconds that versions have saved.
         saved: estimate of the core seconds that versions have saved.
-        effects: effects of the versions that came into service since the account began or since drift.
+        effects: effects of the versions that came into service since the account began or since drift; none for a mixed
+            drafter.
         trial: effect of the version on trial; None without a trial.
-        over_recall: effect of the version in service over recall alone; None before it is measured.
-        log: logarithm of the measured speed-up of all ``effects`` together; None before it is known.
+        over_recall: effect of a mixed drafter over recall alone; None for other drafters.
+        log: logarithm of the measured speed-up of all ``effects`` together, or over recall alone; None before it is
+            known.
         width: half the width of its confidence interval.
         paid_back: time at which certain savings reached the cost of training, in seconds since the epoch; None before.
         worth: forecast of the core seconds per second that the next version saves; None before the first gate.

@@ -52,7 +52,8 @@ export function saved(account) {
 
 export function gain(account) {
   if (!account || account.log == null) return ["not known yet", "no trained version is measured yet"];
-  return [change(account.log), `speed over v${account.effects[0].before}, measured. 95 % interval: ${range(account)}`];
+  const other = account.over_recall ? "recall alone" : `v${account.effects[0].before}`;
+  return [change(account.log), `speed over ${other}, measured. 95 % interval: ${range(account)}`];
 }
 
 // Returns the time at which the certain savings reach the cost; `funds` are the recent rows of the fund.
@@ -87,7 +88,7 @@ export function activity({ training, domain, trainer }) {
 }
 
 // Returns a note about replicas in which the trained drafter rests.
-const rests = (effect) => (effect?.resting ? `; it rests in ${counted(effect.resting, "replica")}, because recall alone was faster` : "");
+const rests = (effect) => (effect?.resting ? `; it rests in ${counted(effect.resting, "replica")}, because no gain over recall alone is measured` : "");
 
 const result = (effect) => (measured(effect) ? `${change(effect.log)} speed (95 % interval ${range(effect)}), ${whole(effect.trials)} trials` : "not measured yet");
 

@@ -220,7 +220,7 @@ SERVICE: tuple[Metric[ServiceState], ...] = (
            read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
                                  for bound, value in (("estimate", account.saved), ("certain", account.certain))}),
     Metric("osd_training_speedup", "training_speedup",
-           "Measured speed-up of the trained versions in service over the version before them, with its bounds.",
+           "Measured speed-up of trained versions over the version before them, or over recall alone, with its bounds.",
            ("domain", "bound"), kind="gauge",
            read=lambda service: {(domain, bound): value for domain, account in service.accounts().items()
                                  for bound, value in bounds(account.log, account.width).items()}),
@@ -231,7 +231,7 @@ SERVICE: tuple[Metric[ServiceState], ...] = (
                                  if (effect := account.over_recall) is not None
                                  for bound, value in bounds(effect.log, effect.width).items()}),
     _account("osd_resting_replicas", lambda account: account.over_recall and account.over_recall.resting,
-             "Replicas in which recall drafts alone because the trained drafter lost time; absent until measured."),
+             "Replicas in which recall drafts alone, because no gain of the trained drafter is measured."),
     Metric("osd_version_speedup", "version_speedup",
            "Measured speed-up of a version in service or on trial over the version before it, with its bounds.",
            ("domain", "version", "bound"), kind="gauge",

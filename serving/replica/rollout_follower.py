@@ -293,7 +293,8 @@ class DomainFollower:
         self._retries.pop(number, None)
         logger.info("drafter version %d is in service and replaces version %d", number, before)
         self._context.events.try_add("swapped", self._domain, number, previous=before)
-        if 0 < before < number != self._handle.canary_version and self._context.settings.measures:
+        settings = self._context.settings
+        if 0 < before < number != self._handle.canary_version and settings.measures and not settings.drafter.mixes:
             self._refer(before)
 
     def _refer(self, number: int) -> None:

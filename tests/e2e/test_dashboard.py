@@ -327,10 +327,13 @@ def test_overview_says_why_the_trainer_waits(service, opened, trainer, training,
 
 def test_overview_says_that_the_trained_drafter_rests(service, opened):
     effect = {"number": 4, "before": 0, "log": -0.03, "width": 0.01, "trials": 40, "resting": 1}
-    data = trained(service, [(0, 59.0, 40.0)], over_recall=effect)
+    data = trained(service, [(0, 59.0, 40.0)], effects=[], over_recall=effect, log=-0.03, width=0.01)
     page = opened(prepare=lambda page: send(page, data))
     expect(page.locator("#answer-versions dd").first).to_contain_text(
-        "it rests in 1 replica, because recall alone was faster"
+        "it rests in 1 replica, because no gain over recall alone is measured"
+    )
+    expect(page.locator("#answer-cost dd").nth(2)).to_have_text(
+        "\u22123.0 % speed over recall alone, measured. 95 % interval: \u22123.9 % to \u22122.0 %"
     )
 
 

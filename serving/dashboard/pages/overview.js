@@ -13,6 +13,9 @@ import { Lines, RecentEvents, card, charts, rateBars } from "../widgets.js";
 export const inkOf = (source) =>
   ({ recall: "--recall", request: "--recall", copy: "--recall", grammar: "--grammar", target: "--target" })[source] ?? "--drafter";
 
+// Returns the name of a version; recall alone and initial weights draft without one.
+const versionName = (number) => ({ 0: "no version", older: "older" })[number] ?? `v${number}`;
+
 export class Overview {
   constructor({ display }) {
     this.figures = new Figures("overview", display);
@@ -103,7 +106,7 @@ export class Overview {
     const [of, part] = [this.by.of, this.by.part].map((name) => statistics.byLabel(bins, name, place, ([, first]) => !own || first === domain));
     const accepted = statistics.total(Object.values(part));
     const rows = Object.keys(of).filter((name) => of[name]).sort((a, b) => of[b] - of[a]).map((name) => ({
-      name: by === "version" && name !== "older" ? `v${name}` : name, part: part[name] ?? 0, of: of[name], ink: by === "source" ? inkOf(name) : "--accent",
+      name: by === "version" ? versionName(name) : name, part: part[name] ?? 0, of: of[name], ink: by === "source" ? inkOf(name) : "--accent",
       more: accepted ? `, ${percent((part[name] ?? 0) / accepted, 0)} of all accepted` : "",
     }));
     rateBars(this.breakdown, rows, this.noDrafts);

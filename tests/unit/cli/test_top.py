@@ -39,6 +39,7 @@ osd_speedup{bound="low",domain="general"} 1.84
 osd_speedup{bound="high",domain="general"} 1.88
 osd_measuring_seconds_total{domain="general"} 0.004
 osd_training_lag{domain="general"} 3
+osd_resting_replicas{domain="general"} 2
 osd_training_cpu_seconds_total{domain="general"} 59.0
 osd_training_beside_seconds_total{domain="general"} 6.0
 osd_training_slowed_seconds_total{domain="general"} 1.0
@@ -114,7 +115,7 @@ def test_view_shows_speed_drafts_by_source_and_speedup():
     assert "1.86 (1.84 to 1.88) over plain decoding at the same load, cost of measuring 0.4%" in words
     assert "drafting is off in 1 replicas" in words
     assert "general: cost 60 core seconds, 7 of them while requests ran" in words
-    assert "general: gain +9.1% (+7.9% to +10.3%), not paid back yet" in words
+    assert "general: gain +9.1% (+7.9% to +10.3%), not paid back yet; the trained drafter rests in 2 replicas" in words
     assert "general: on trial, version 9: +1.1% (-0.4% to +2.6%)" in words
     assert "sql: version 2, 42% of 300 tokens accepted, by position 50%, 25%" in words
     assert "first token 100 ms, p99 198 ms" in words
@@ -138,6 +139,8 @@ DOMAINS = """\
 osd_version_rounds_total{domain="general",version="7"} 900.0
 osd_version_draft_tokens_total{domain="general",version="7"} 4000.0
 osd_version_rounds_total{domain="sql",version="2"} 100.0
+osd_version_draft_tokens_total{domain="sql",version="0"} 100.0
+osd_version_accepted_tokens_total{domain="sql",version="0"} 60.0
 osd_version_draft_tokens_total{domain="sql",version="2"} 300.0
 osd_version_accepted_tokens_total{domain="sql",version="2"} 150.0
 osd_version_draft_tokens_total{domain="sql",version="1"} 0.0
@@ -156,12 +159,13 @@ def test_top_of_a_domain_shows_its_figures_only():
     rows = [" ".join(line.split()) for line in shown.stdout.splitlines()]
     assert rows[1:5] == [
         "domain sql; the other figures exist for the whole service only: leave out --domain",
-        "drafts 50% of 300 tokens accepted, 2.50 tokens per step",
+        "drafts 52% of 400 tokens accepted, 3.10 tokens per step",
+        "no version: 60% of 100 tokens accepted",
         "version 2: 50% of 300 tokens accepted",
-        "versions sql: 2 in service",
     ]
-    assert rows[5].startswith("traced sql: version 2, 42%")
-    assert "training sql: 0 steps, loss 1.500" in rows[6]
+    assert rows[5] == "versions sql: 2 in service"
+    assert rows[6].startswith("traced sql: version 2, 42%")
+    assert "training sql: 0 steps, loss 1.500" in rows[7]
     assert not [word for word in ("general", "swaps", "latency", "speed-up") if word in shown.stdout]
     with served(BEFORE, LATER + DOMAINS) as url:
         shown = CliRunner().invoke(app, [*arguments, "--json", "--url", url])
@@ -170,7 +174,7 @@ def test_top_of_a_domain_shows_its_figures_only():
     assert figures == {
         "domain": "sql",
         "steps": 100,
-        "drafts": {"2": {"drafted": 300, "accepted": 150}},
+        "drafts": {"0": {"drafted": 100, "accepted": 60}, "2": {"drafted": 300, "accepted": 150}},
         "versions": {"sql": [2]},
         "training": {"sql": {"steps": 0, "loss": 1.5, "lag": 4}},
     }

@@ -17,8 +17,8 @@ from osd.registry.training import FundReport, Training, VersionEffect
 GATE = {"acceptance": 0.1368, "baseline_acceptance": 0.1239, "expected_length": 1.412, "baseline_expected_length": 1.37}
 COST = {"core_seconds": 14.5, "training_seconds": 59.0, "beside_seconds": 6.0, "certain_seconds": 0.0}
 EFFECTS = (VersionEffect(2, 1, 0.08, 0.01, 60), VersionEffect(1003, 2, 0.011, 0.015, 31))
-OVER_RECALL = VersionEffect(2, 0, 0.04, 0.01, 40)
-ACCOUNT = FundReport(effects=EFFECTS, over_recall=OVER_RECALL, log=0.091, width=0.012, paid_back=1_795_577_751.0)
+RESTS = "the trained drafter rests, and recall drafts alone"
+ACCOUNT = FundReport(effects=EFFECTS, log=0.091, width=0.012, paid_back=1_795_577_751.0)
 
 
 def listing() -> Listing:
@@ -65,28 +65,29 @@ def test_records_have_the_whole_gate_and_seconds():
     assert records[0]["removed"] == 1_795_577_751.0
 
 
-def test_training_of_a_domain_is_explained_in_six_lines():
+def test_training_of_a_domain_is_explained_in_five_lines():
     lines = shown()
-    (trainer, cost, gain, paid, alone, trial) = lines[-6:]
-    assert trainer == " trainer           yielding: a queue"
-    assert cost == " training cost     60 core seconds, 6 of them while requests ran"
-    assert gain == " training gain     +9.5% (+8.2% to +10.8%) since version 1"
-    assert paid.startswith(" paid back         Nov ")
-    assert alone == " over recall alone +4.1% (+3.0% to +5.1%) by version 2"
-    assert trial == " on trial          version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
+    (trainer, cost, gain, paid, trial) = lines[-5:]
+    assert trainer == " trainer       yielding: a queue"
+    assert cost == " training cost 60 core seconds, 6 of them while requests ran"
+    assert gain == " training gain +9.5% (+8.2% to +10.8%) since version 1"
+    assert paid.startswith(" paid back     Nov ")
+    assert trial == " on trial      version 1003 against 2: +1.1% (-0.4% to +2.6%), 31 trials"
 
 
 @pytest.mark.parametrize(
-    ("effect", "change"),
+    ("log", "resting", "gain"),
     [
-        (VersionEffect(2, 0, -0.03, 0.01, 40, 2), "-3.0% (-3.9% to -2.0%) by version 2"),
-        (VersionEffect(3, 0, resting=2), "not measured yet by version 3"),
+        (0.04, 0, "+4.1% (+3.0% to +5.1%) over recall alone"),
+        (-0.03, 2, f"-3.0% (-3.9% to -2.0%) over recall alone; {RESTS} (replicas: 2)"),
+        (None, 1, f"no version is measured yet; {RESTS} (replicas: 1)"),
     ],
-    ids=["measured", "new version"],
+    ids=["gains", "loses", "new"],
 )
-def test_line_on_recall_says_that_the_trained_drafter_rests(effect, change):
-    line = dict(explained(Training(account=FundReport(over_recall=effect))))["over recall alone"]
-    assert line == f"{change}; it rests, and recall drafts alone (replicas: 2)"
+def test_gain_of_a_mixed_drafter_is_over_recall_alone(log, resting, gain):
+    effect = VersionEffect(2, 0, resting=resting)
+    account = FundReport(over_recall=effect, log=log, width=None if log is None else 0.01)
+    assert dict(explained(Training(account=account)))["training gain"] == gain
 
 
 def test_training_without_a_measured_version_says_so():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from osd.economy.effect import LEAST_TRIALS
+from osd.economy.effect import LEAST_TRIALS, Step
 from osd.economy.guard import BUCKET_SECONDS, LossBudget
 from osd.economy.switchback import Switchback
 from tests.unit.economy.machine import Machine
@@ -35,6 +35,16 @@ def test_bucket_is_overdrawn_by_one_measurement_and_probes():
                 lost -= math.expm1(log) * seconds
                 largest = max(largest, -math.expm1(log) * seconds)
             assert lost <= MAX_LOSS * busy + BUCKET_SECONDS + largest + PROBES_SECONDS
+
+
+def test_comparisons_of_versions_get_half_of_the_price():
+    switchback, step = Switchback(0.005, MAX_LOSS, seed=0), Step(10.0, 1, 0, 1)
+    for compares, paid in ((False, (0.05, 0.0)), (True, (0.025, 0.025))):
+        before = switchback.bank.seconds, switchback.versions.seconds
+        switchback.compares = compares
+        switchback.observe(step)
+        after = switchback.bank.seconds, switchback.versions.seconds
+        assert np.subtract(after, before) == pytest.approx(paid)
 
 
 def test_gains_beyond_the_bucket_are_lost():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -152,6 +153,45 @@ def test_gain_of_versions_in_service_adds_up():
 def test_uncertain_savings_count_nothing_and_losses_count():
     assert with_version(0.02, 0.02).certain == 0
     assert with_version(-0.1, 0.01).certain == pytest.approx(1000 * math.expm1(-0.1))
+
+
+def test_mixed_drafter_saves_over_recall_alone_while_it_does_not_rest():
+    """Its versions have one effect together, and the time in which recall drafts alone saves nothing."""
+    fund = with_version(0.5, 0.01)
+    fund.measure_mixed(Measured(guarded=1))
+    assert (fund.certain, fund.saved, fund.gain) == (0, 0, None), "effects of single versions do not count"
+    fund.serve(1000.0)
+    gain = measured(0.1, 0.01)
+    fund.measure_mixed(replace(gain, guarded=1))
+    assert fund.gain == pytest.approx((0.1, gain.effect.width))
+    assert fund.certain == 0
+    fund.measure_mixed(replace(gain, guarded=1, replicas=2))
+    fund.serve(400.0)
+    assert fund.saved == pytest.approx(200 * math.expm1(0.1))
+    assert fund.certain == pytest.approx(200 * math.expm1(0.1 - gain.effect.width))
+    fund.follow(1)
+    assert fund.certain == pytest.approx(200 * math.expm1(0.1 - gain.effect.width))
+
+
+def test_mixed_drafter_begins_again_after_an_alarm():
+    fund = with_version(0.0, 0.01)
+    fund.measure_mixed(measured(0.1, 0.01))
+    fund.serve(200.0)
+    certain = fund.certain
+    fund.drift()
+    assert (fund.certain, fund.saved, fund.gain) == (certain, certain, None)
+    fund.measure_mixed(measured(0.1, 0.01))
+    assert fund.certain == certain, "the time before counts once"
+
+
+def test_gain_of_a_mixed_drafter_ends_the_doubling_once():
+    fund = Fund()
+    fund.fruitless = 3
+    fund.measure_mixed(measured(0.1, 0.01))
+    assert fund.fruitless == 0
+    fund.fruitless = 2
+    fund.measure_mixed(measured(0.11, 0.01))
+    assert fund.fruitless == 2
 
 
 @pytest.mark.parametrize("trials", [0, 2, 11])

@@ -180,6 +180,25 @@ def test_joined_pairs_keep_the_estimate_and_its_error(monkeypatch: pytest.Monkey
     assert joined.error == pytest.approx(kept.error, rel=0.5)
 
 
+def test_pairs_count_for_a_limited_time(monkeypatch: pytest.MonkeyPatch):
+    """The effect turns within the time that pairs count; joined pairs expire too."""
+
+    def effect(kept: float) -> Effect:
+        turns = Turns(0.5, 0, kept)
+        for accept in (0.42, 0.3):
+            machine = Machine(seed=1, candidate=accept, **BUSY)
+            while machine.now < 30.0:
+                turns.observe(machine.step(True, turns.candidate), COSTS)
+        assert turns.measured.effect is not None
+        return turns.measured.effect
+
+    always = effect(math.inf)
+    monkeypatch.setattr(module, "MOST_TRIALS", 16)
+    lately = effect(20.0)
+    assert lately.log < -0.03 < always.log
+    assert lately.trials < always.trials / 2
+
+
 @pytest.mark.parametrize(("measured", "settled"), [
     (Measured(), False), (Measured(11, 50.0, 60.0, 0.01), False), (Measured(40, 50.0, 60.0, 0.01), True),
     (Measured(40, 50.0, 45.0, 0.01), True), (Measured(40, 50.0, 50.0, 1.0), False),
@@ -200,12 +219,12 @@ def test_pairs_cost_the_bank_as_much_as_they_lose(slots: int, candidate: float, 
     for seed in range(6):
         work = {}
         for has_pairs in (True, False):
-            machine, turns, bank = _quiet(slots, candidate, seed), Turns(share, seed), Bank(measure)
+            machine, turns, bank = _quiet(slots, candidate, seed), Turns(share, seed), Bank()
             tokens = 0
             while machine.now < seconds:
                 step = machine.step(True, turns.candidate if has_pairs else share == 1.0)
                 tokens += step.tokens
-                bank.add(step.seconds)
+                bank.add(measure * step.seconds)
                 turns.observe(step, bank=bank)
             work[has_pairs] = tokens
             if has_pairs:
@@ -219,10 +238,10 @@ def test_pairs_cost_the_bank_as_much_as_they_lose(slots: int, candidate: float, 
 
 
 def test_pairs_follow_each_other_while_the_bank_covers_them():
-    turns, bank, candidate = Turns(1.0, 0), Bank(0.005), []
+    turns, bank, candidate = Turns(1.0, 0), Bank(), []
     for _ in range(20_000):
         candidate.append(turns.candidate)
-        bank.add(0.01)
+        bank.add(0.005 * 0.01)
         turns.observe(Step(0.01, 1, 0, 2 if turns.candidate else 1), bank=bank)
     first = candidate.index(True, candidate.index(False))
     blocks = [candidate[start : start + BLOCK] for start in range(0, len(candidate), BLOCK)]

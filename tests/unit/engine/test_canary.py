@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -366,70 +367,84 @@ def test_comparison_ends_when_its_result_is_known(target_dir: Path, monkeypatch:
         assert (comparison.candidate, comparison.stable) == (2, 1)
 
 
+@pytest.mark.usefixtures("equal_steps")
 def test_mixed_drafter_is_compared_with_recall_alone(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, uses: Counter[tuple[int, int]]
 ) -> None:
-    settled = False
+    """The measurements continue over versions and canaries."""
     make_drafts_free(monkeypatch)
-    monkeypatch.setattr(Turns, "settled", property(lambda _: settled))
     texts, drafter = prompts([9, 4, 17, 30], seed=4), Mixed(make_drafter("eagle", target_dir))
 
-    def versions(client: Client) -> list[tuple[int, int]]:
-        compared = client.engine.comparisons.get("general", ())
-        return [(comparison.candidate, comparison.stable) for comparison in compared]
-
-    with running(target_dir, drafter=drafter, governed=True, measure=0.05) as client:
-        assert versions(client) == [(1, RECALL_ALONE)]
+    def comparisons(client: Client, name: str) -> dict[tuple[int, int], int]:
+        """Return the number of pairs of each comparison, after some requests."""
         for turn in range(4):
-            assert tokens_of(client.ask(texts, 90, f"{turn}-{{}}")) == oracle.all(texts, 90)
-        assert client.settled().by_version["general", RECALL_ALONE].drafted > 0
+            assert tokens_of(client.ask(texts, 90, f"{name}-{turn}-{{}}")) == oracle.all(texts, 90)
+        client.settled()
+        compared = client.engine.comparisons["general"]
+        return {(comparison.candidate, comparison.stable): comparison.measured.trials for comparison in compared}
+
+    with running(target_dir, drafter=drafter, governed=True, measure=0.1) as client:
+        handle = client.engine.drafters("general")
+        begun = comparisons(client, "begins")[1, RECALL_ALONE]
+        assert begun > 0
         client.engine.stage(2, drafter.weights())
         client.swapped_to(2)
-        client.engine.drafters("general").refer(1, drafter.weights())
-        assert versions(client) == [(2, 1)], "the version before comes first"
-        settled = True
-        client.ask(texts, 90, "settled-{}")
-        assert versions(client) == [(2, 1), (2, RECALL_ALONE)]
-        assert client.engine.pool.domains["general"].alternate is None
+        handle.refer(1, drafter.weights())
+        compared = comparisons(client, "new-version")
+        assert compared.keys() == {(2, RECALL_ALONE)}, "the version before does not draft"
+        assert compared[2, RECALL_ALONE] >= begun
+        handle.try_canary(Rollout(2, 3, 0.5, 1.0), drafter.weights())
+        compared = comparisons(client, "canary")
+        assert compared.keys() == {(3, 2), (2, RECALL_ALONE)}
+        assert compared[2, RECALL_ALONE] >= begun
+        handle.end_canary()
+        assert comparisons(client, "ended").keys() == {(2, RECALL_ALONE)}
     assert set(uses.values()) == {0}
 
 
-def test_trained_drafter_that_certainly_loses_rests_until_it_gains(
+def test_trained_drafter_rests_unless_it_gains(
     target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, uses: Counter[tuple[int, int]]
 ) -> None:
-    """Recall then drafts alone, also with a new version, which is not compared with the one before."""
+    """Recall drafts alone until pairs of blocks show a gain of one percent, and again when they show none."""
     make_drafts_free(monkeypatch)
-    monkeypatch.setattr(Turns, "observe", lambda *_: None)  # the test sets the measured effects
-    loss, gain = Measured(40, 50.0, 45.0, 0.01), Measured(40, 50.0, 60.0, 0.01)
+    observe = Turns.observe
+
+    def observes(turns: Turns, *more: Any) -> None:
+        """Change blocks, but measure only the effects of the test."""
+        observe(turns, *more[:2])
+        turns.measured = measured
+
+    monkeypatch.setattr(Turns, "observe", observes)
+    measured, traces = Measured(), list[Trace]()
     texts, drafter = prompts([9, 4, 17, 30], seed=4), Mixed(make_drafter("eagle", target_dir))
 
-    def drafting(name: str, measured: Measured | None = None) -> set[int]:
-        """Return the versions that draft in some requests, after the comparison has ``measured`` an effect."""
-        if measured is not None:
-            domain.alternate.turns.measured = measured
-            client.ask(texts[:1], 8, f"{name}-settles")
+    def drafting(name: str) -> set[int]:
+        """Return the versions that draft in some requests, after the effect is taken in."""
+        for turn in range(3):
+            client.ask(texts, 90, f"{name}-settles-{turn}-{{}}")
         before = client.settled().by_version
-        assert tokens_of(client.ask(texts, 90, name + "-{}")) == oracle.all(texts, 90)
+        assert tokens_of(client.ask(texts, 90, name + "-{}", capture=True)) == oracle.all(texts, 90)
         after = client.settled().by_version
         return {version for (_, version), counts in after.items() if counts != before.get(("general", version))}
 
-    with running(target_dir, drafter=drafter, governed=True, measure=0.05) as client:
-        domain = client.engine.pool.domains["general"]
-        assert drafting("begins") == {1}
-        assert drafting("loses", loss) == {RECALL_ALONE}
-        (comparison,) = client.engine.comparisons["general"]
-        assert comparison == Comparison(1, RECALL_ALONE, replace(loss, guarded=1))
-        assert drafting("still-loses", loss) == {RECALL_ALONE}
+    with running(target_dir, drafter=drafter, traces=traces, governed=True, measure=0.05) as client:
+        for number, (log, trials, rests) in enumerate(
+            [(0.0, 0, True), (0.2, 11, True), (0.2, 12, False), (0.009, 40, True), (0.011, 40, False), (-0.1, 40, True)]
+        ):
+            measured = Measured(trials, 50.0, 50.0 * math.exp(log), 1.0) if trials else Measured()
+            assert drafting(f"turn-{number}") == {RECALL_ALONE if rests else 1}
+            (comparison,) = client.engine.comparisons["general"]
+            assert comparison == Comparison(1, RECALL_ALONE, replace(measured, guarded=int(rests)))
         client.engine.stage(2, drafter.weights())
         client.swapped_to(2)
-        client.engine.drafters("general").refer(1, drafter.weights())
         assert drafting("new-version") == {RECALL_ALONE}
-        (comparison,) = client.engine.comparisons["general"]
-        assert comparison == Comparison(2, RECALL_ALONE, Measured(guarded=1))
-        assert drafting("gains", gain) == {2}
-        (comparison,) = client.engine.comparisons["general"]
-        assert comparison == Comparison(2, RECALL_ALONE, gain)
     assert set(uses.values()) == {0}
+    by_version: dict[int, list[Trace]] = defaultdict(list)
+    for trace in traces:
+        by_version[trace.drafter_version].append(trace)
+    assert by_version.keys() == {1, 2}, "drift of acceptance is detected by version"
+    for shown in by_version.values():
+        assert any((trace.verdict.numpy() == ACCEPTED).any() for trace in shown), "drafts of recall are recorded"
 
 
 def test_swap_and_canary_end_a_comparison_with_a_reference(target_dir: Path) -> None:

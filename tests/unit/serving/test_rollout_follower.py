@@ -220,6 +220,17 @@ def test_new_version_is_compared_with_the_one_before(settings, registry, initial
     assert engine.references == references
 
 
+def test_new_version_of_a_mixed_drafter_needs_no_version_before(settings, registry, initial, monkeypatch):
+    """It is compared with recall alone, and the version before is not loaded."""
+    registry.publish(settings.domain, initial.weights(), initial.config(), {})
+    loaded, load = [], registry.load
+    monkeypatch.setattr(registry, "load", lambda domain, number: loaded.append(number) or load(domain, number))
+    settings = Settings(home=settings.home, drafter={"kind": "mixed", "trained": {"kind": "language_model"}})
+    engine = ScriptedEngine()
+    watch(settings, registry, engine, RecordingEvents(), at(1), at(3))
+    assert (engine.references, loaded) == ([], [3])
+
+
 @pytest.mark.parametrize("before", [0, 2], ids=["initial weights", "damaged"])
 def test_unreadable_version_before_leaves_the_effect_unmeasured(settings, registry, before):
     engine, events = ScriptedEngine(), RecordingEvents()

@@ -204,7 +204,7 @@ def test_effects_of_all_replicas_are_summed(monkeypatch):
         {},
     ]
     effects = MeasuredEffects(SimpleNamespace(effects=Loads(*answers).upstreams), "general")
-    both = Measured(30, 40.0, 42.0, pytest.approx(0.3))
+    both = Measured(30, 40.0, 42.0, pytest.approx(0.3), replicas=2)
     assert effects.of(2, 1) == both
     assert effects.of(2, 3) is None
     clock.sleep(1.0)

@@ -192,6 +192,7 @@ def test_version_in_service_is_taken_back_when_it_loses(parts, measured, loses):
     parts.publisher.follow_effect()
     assert parts.effects.of.call_args_list == [((8, RECALL_ALONE),), ((8, 7),)]
     assert parts.reporter.over_recall == version_effect(8, RECALL_ALONE, measured)
+    parts.reporter.fund.measure_mixed.assert_called_with(measured)
     assert parts.promotion.take_back.call_args_list == ([((measured.effect,),)] if loses else [])
     parts.publisher.update_reports()
     parts.reporter.fund.measure.assert_called_with({8: measured})

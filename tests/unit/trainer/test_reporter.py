@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from osd.config import TrainerSettings
-from osd.economy.report import Measured
+from osd.economy.report import RECALL_ALONE, Measured
 from osd.economy.training import Decision
 from osd.learning.distiller import Distiller, MicroStep
 from osd.learning.gate import Gate
@@ -112,8 +112,8 @@ class Scene:
         )
         self.reporter = self.successor()
 
-    def successor(self):
-        return TrainingReporter(self.versions, CostMeter(lambda: 7.0), self.reports, clock=self.clock)
+    def successor(self, mixes=False):
+        return TrainingReporter(self.versions, CostMeter(lambda: 7.0), self.reports, clock=self.clock, mixes=mixes)
 
     def report(self, reporter=None, decision=None):
         self.clock.now += 1
@@ -274,6 +274,26 @@ def test_report_has_version_effects_and_payback_time(scene):
     assert scene.report().account.paid_back == account.paid_back
     scene.reporter.cost.charge(lost=1e6)
     assert scene.report().account.paid_back is None
+
+
+def test_report_on_a_mixed_drafter_has_its_gain_over_recall_alone(scene):
+    """A version has no effect of its own, and a successor reports the last effect until replicas report."""
+    reporter = scene.successor(mixes=True)
+    reporter.fund.follow(1)
+    reporter.fund.follow(2, 0.1)
+    assert scene.report(reporter).account == FundReport(worth=0.25)
+    plain = 100 * math.exp(0.1)
+    reporter.fund.measure_mixed(Measured(50, 100.0, plain, (0.001 * plain) ** 2))
+    saved = reporter.checkpoint_state(scene.learner)
+    for mixes in (True, False):
+        successor = scene.successor(mixes)
+        successor.resume(saved)
+        account = scene.report(successor).account
+        if mixes:
+            assert (account.effects, account.log) == ((), pytest.approx(0.1))
+            assert (account.over_recall.before, account.over_recall.log) == (RECALL_ALONE, account.log)
+        else:
+            assert (account.effects, account.log, account.over_recall) == ((VersionEffect(2, 1),), None, None)
 
 
 def test_decision_becomes_an_event_with_the_fund(scene):
