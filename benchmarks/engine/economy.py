@@ -30,6 +30,8 @@ PLAIN, DRAFTED, MEASURED = "plain", "drafted", "measured"
 
 _SIGMAS = 1.96
 
+_AGREES = {True: "yes", False: "no", None: "no interval"}
+
 
 def economy(
     prompts: Prompts = "unittest",
@@ -47,7 +49,8 @@ def economy(
 
     A session runs the same prompts plainly, with drafts, and with drafts and trials, in turns; its drafter is new and
     has the configured settings. Each of --streams users waits for an answer before the next request. The price of
-    trials is the additional time of the passes with trials.
+    trials is the additional time of the passes with trials. An interval needs 12 trials: set economy.measure=0.1 for
+    sessions of two minutes.
     """
     settings = engines.without_prefix_cache(settings_of(config, overrides))
     check_files(json_file)
@@ -75,7 +78,8 @@ def economy(
         "streams": streams,
         "tokens": tokens,
     }
-    about |= {"temperature": temperature, "agree": sum(result.agrees for result in results), "sessions": sessions}
+    agree = sum(result.agrees is True for result in results)
+    about |= {"temperature": temperature, "agree": agree, "sessions": sessions}
     conclude([table(results)], {**about, "found": [asdict(result) for result in results]}, json_file, stderr=True)
 
 
@@ -98,8 +102,10 @@ class EconomySession:
         return self.measured - self.offline
 
     @property
-    def agrees(self) -> bool:
-        """Whether the interval of the difference contains zero."""
+    def agrees(self) -> bool | None:
+        """Whether the interval of the difference contains zero; None without an interval."""
+        if math.isinf(self.width):
+            return None
         return abs(self.difference) <= math.hypot(self.width, _SIGMAS * self.offline_error)
 
 
@@ -155,7 +161,7 @@ def table(results: Sequence[EconomySession]) -> Table:
         (
             str(number), f"{math.exp(result.offline):.3f} ±{_SIGMAS * result.offline_error:.3f}",
             f"{math.exp(result.measured):.3f} ±{result.width:.3f}", str(result.trials), f"{result.difference:+.3f}",
-            "yes" if result.agrees else "no", f"{result.price:+.2%} ±{_SIGMAS * result.price_error:.2%}",
+            _AGREES[result.agrees], f"{result.price:+.2%} ±{_SIGMAS * result.price_error:.2%}",
             f"{result.seconds:.0f}",
         )
         for number, result in enumerate(results, 1)

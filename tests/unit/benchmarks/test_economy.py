@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +24,10 @@ def test_session_agrees_if_the_interval_contains_zero(measured: float, agrees: b
 
 
 def test_table_prints_speedups_and_the_price():
-    (row,) = table([SESSION]).rows
+    row, few_trials = table([SESSION, replace(SESSION, width=math.inf)]).rows
     assert row[1:4] == ("1.649 ±0.020", "1.682 ±0.020", "30")
     assert "+0.40%" in row[6]
+    assert (row[5], few_trials[5]) == ("yes", "no interval")
 
 
 def test_session_measures_passes_and_trials(tiny_target: Path):
