@@ -149,7 +149,7 @@ def test_list_says_why_the_trainer_waits(settings, pointer, redis_url):
         reports.set("general", Training(state="waiting", detail="5 of 12 records to start with"))
         for state in ("none runs", "waiting: 5 of 12 records to start with"):
             shown = run_cli("drafters", "list", "--domain", "general", home=settings.home, redis_url=redis_url).stdout
-            assert f"trainer           {state}\n" in shown
+            assert f"trainer       {state}\n" in shown
             purges.alive(Member("trainer", "general"))
 
 
