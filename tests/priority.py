@@ -1,4 +1,4 @@
-"""Normal priority for trainers in tests: at the lowest priority they get no time on a busy machine."""
+"""Normal priority in tests: a trainer of the lowest priority gets no time on a busy machine."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ import os
 
 
 def keep_priority() -> None:
-    """Make ``os.nice`` do nothing in this process."""
+    """Make ``os.nice`` and ``os.sched_setscheduler`` do nothing in this process."""
     os.nice = lambda increment: 0
+    os.sched_setscheduler = lambda pid, policy, param: None

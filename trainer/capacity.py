@@ -1,10 +1,10 @@
 """Spare capacity for training: lowest priority, and pauses while serving needs the machine.
 
 Serving needs the machine while a request waits in one of its replicas, or while the time between two tokens exceeds
-``trainer.latency_objective_ms``. A replica reports within 0.02 s that a first request waits or runs. It reports its
-latency every 0.1 s, from one second after the first read of its load, while a process reads it. Training reads the
-loads every 0.02 s, between two operations of a micro-step too. So it yields within 200 ms of the first waiting request,
-and within 300 ms of a latency above the objective.
+``trainer.latency_objective_ms``. A replica reports at once that a first request waits or runs. It reports its latency
+every 0.1 s, from one second after the first read of its load, while a process reads it. Training reads the loads every
+0.01 s, between two operations of a micro-step too. So it yields within 200 ms of the first waiting request, and within
+300 ms of a latency above the objective. While it waits, it reads them every 0.1 s.
 
 While no request runs, training does not rest. If that was at least ``trainer.duty`` of the last minutes, it never runs
 beside requests: even at the lowest priority, a shared core delays the forwards of all cores. Otherwise it takes at most
@@ -36,16 +36,22 @@ from osd.runtime.device import several_cores
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.02
-_LOOK = 0.02  # seconds between two reads of the loads within a micro-step
+_LOOK = 0.01  # seconds between two reads of the loads within a micro-step
+_WAIT = 0.1  # seconds between two reads while training waits: each read takes CPU time from the requests that run
 _RETRY = 1.0
 _BLIND_SECONDS = 5.0  # validity of the last loads while Redis is down
 
 
 def lower_priority(threads: int) -> None:
-    """Let the calling thread use ``threads`` cores, with the lowest priority for it and for threads it starts."""
-    # On Linux niceness belongs to the thread, so status calls in other threads stay fast.
-    os.nice(19)
+    """Let the calling thread use ``threads`` cores, with the lowest priority for it and for threads it starts.
+
+    On Linux it computes only while a core has nothing else to do, and any other thread displaces it at once. That holds
+    for this thread alone, so status calls in other threads stay fast. Where this is impossible, it gets niceness 19.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # another system, or a sandbox that refuses it
+        os.nice(19)
     several_cores(threads)
 
 
@@ -173,13 +179,14 @@ class SpareCapacity:
         """
         deadline = time.monotonic() + patience
         while not stop.is_set() and time.monotonic() < deadline:
+            rest = math.inf
             if paused.is_set():
                 set_state("paused")
             elif (share := self.spare()) == 0:
                 set_state("yielding")
-            elif time.monotonic() - self._began >= self.worked / share:
+            elif (rest := self._rest(share, self.worked)) <= 0:
                 return True
-            stop.wait(_POLL)
+            stop.wait(min(rest, _WAIT))
         return False
 
     @contextmanager
@@ -203,8 +210,14 @@ class SpareCapacity:
         if time.monotonic() - self._looked < _LOOK:
             return
         while not must_end():
-            self._looked, share, worked = time.monotonic(), self.spare(), self._clock() - self._before
-            if share == 1 or (share and time.monotonic() - self._began >= worked / share):
+            self._looked, share = time.monotonic(), self.spare()
+            if (rest := self._rest(share, self._clock() - self._before)) <= 0:
                 return
             on_wait(share)
-            time.sleep(_POLL)
+            time.sleep(min(rest, _WAIT))
+
+    def _rest(self, share: float, worked: float) -> float:
+        """Return the seconds until ``worked`` is no more than ``share`` of the time since the work began."""
+        if share in (0, 1):
+            return 0.0 if share else math.inf
+        return self._began + worked / share - time.monotonic()

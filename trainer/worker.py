@@ -32,7 +32,7 @@ from trainer.state import TrainingCost
 CHECKPOINT_SECONDS = 30.0
 """Longest training that a crash loses, and longest wait of a trained record for its acknowledgement."""
 
-_PATIENCE = 0.5  # seconds of waiting until the stream is read and versions in service are judged again
+_PATIENCE = 2.0  # seconds of waiting until the stream is read and versions in service are judged again
 _EVALUATING = "evaluating a drafter on held-out records"
 
 

@@ -146,6 +146,11 @@ class Engine:
             raise RuntimeError("the engine's thread does not run")
         self.target.check()
 
+    def wait_for_request(self, seconds: float) -> None:
+        """Wait until another request arrives, at most ``seconds``; other changes may end the wait too."""
+        with self._changed:
+            self._changed.wait(seconds)
+
     def load(self) -> EngineLoad:
         """Return the numbers of running and waiting requests."""
         with self._changed:

@@ -31,7 +31,7 @@ LOAD_SECONDS = 0.1
 """Seconds between two reports of the load while a trainer on this machine reads them."""
 
 POLL_SECONDS = 0.02
-"""Longest delay in seconds until such a trainer learns that requests began or ended to wait or to run."""
+"""Longest delay in seconds until such a trainer can learn that no request runs any more; it learns of one at once."""
 
 REPORT_SECONDS = 1.0
 """Seconds between two reports of the load otherwise, and between two reports of the work per domain."""
@@ -225,7 +225,8 @@ class Reporter:
         )
 
     def _report_load(self) -> None:
-        while not self._stop.wait(POLL_SECONDS):
+        while not self._stop.is_set():
+            self._engine.wait_for_request(POLL_SECONDS)
             self._load.update(time.monotonic())
 
     def _report_counters(self) -> None:

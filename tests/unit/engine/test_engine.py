@@ -19,7 +19,7 @@ from osd.engine.request import SamplingParams
 from tests.tiny import tokenizer
 from tests.unit.engine import harness
 from tests.unit.engine.harness import Oracle, Result, make_drafter, prompts, running, tokens_of, with_noise
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, wait_until
 
 KINDS = ["none", "eagle", "language_model"]
 LENGTHS = (1, 5, 17, 40, 33, 3, 16)
@@ -57,6 +57,18 @@ def test_threads_that_answer_clients_run_before_the_engine(target_dir: Path) -> 
         engine = next(thread for thread in threading.enumerate() if thread.name == "osd-engine")
         niceness, here = (os.getpriority(os.PRIO_PROCESS, number or 0) for number in (engine.native_id, 0))
     assert niceness == min(here + 5, 19)
+
+
+def test_wait_for_request_ends_when_a_request_arrives(target_dir: Path) -> None:
+    with running(target_dir) as client:
+        ended = threading.Event()
+
+        def wait() -> None:
+            client.engine.wait_for_request(2 * HANG_SECONDS)
+            ended.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        wait_until(lambda: client.ask(prompts([3]), 1) and ended.is_set())
 
 
 def greedy_run(oracle: Oracle) -> tuple[list[int], list[int]]:

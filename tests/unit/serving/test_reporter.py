@@ -28,6 +28,11 @@ class Engine:
         self.counts = EngineCounters(busy_by_domain={"general": 7.5}, busy_seconds=8.0, forwards=40, rows=90)
         self.speculates: list[bool] = []
         self.comparisons: dict[str, Comparison] = {}
+        self.arrived = threading.Event()
+
+    def wait_for_request(self, seconds):
+        self.arrived.wait(seconds)
+        self.arrived.clear()
 
     def load(self):
         return self.now
@@ -148,8 +153,8 @@ def test_work_report_has_the_uptake_of_a_version(scene):
     assert scene.work[-1]["general"].uptake == pytest.approx(0.3 + 0.005)
 
 
-def reporter_of(engine, push=lambda report: 60.0):
-    loads = SimpleNamespace(report=lambda *arguments: True)
+def reporter_of(engine, push=lambda report: 60.0, report=lambda *arguments: True):
+    loads = SimpleNamespace(report=report)
     return Reporter("r1", engine, None, [], Uptake(), loads, SimpleNamespace(get=Switches), push)
 
 
@@ -168,6 +173,30 @@ def test_counters_are_pushed_after_the_returned_pause():
     assert fourth.wait(HANG_SECONDS)
     reporter.close()
     assert len(pushed) == 5, "the last report is pushed on close"
+
+
+def test_a_first_request_is_reported_at_once(monkeypatch):
+    monkeypatch.setattr("serving.replica.reporter.POLL_SECONDS", HANG_SECONDS)
+    reported, seen = [], threading.Semaphore(0)
+
+    def report(name, load, *work):
+        reported.append(load)
+        seen.release()
+        return True
+
+    engine = Engine()
+    engine.now = EngineLoad(0, 0)
+    reporter = reporter_of(engine, report=report)
+    reporter.start()
+    engine.arrived.set()
+    assert seen.acquire(timeout=HANG_SECONDS / 2)
+    engine.now = EngineLoad(1, 0)
+    engine.arrived.set()
+    assert seen.acquire(timeout=HANG_SECONDS / 2)
+    monkeypatch.undo()
+    engine.arrived.set()
+    reporter.close()
+    assert [load.running for load in reported] == [0, 1]
 
 
 def test_equal_speculation_switch_is_applied_once():
