@@ -131,6 +131,11 @@ class DomainDrafters:
         return not (self.stable.users or (self.alternate is not None and self.alternate.drafter.users))
 
     @property
+    def rests(self) -> bool:
+        """Whether the stable drafter drafts in trials only, and recall alone in all other steps."""
+        return self.alternate is not None and self.alternate is self.recall_alone and self.alternate.rests
+
+    @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Comparisons of the stable version with references, and of the canary with the stable version."""
         compared = [] if self.settled is None else [self.settled]

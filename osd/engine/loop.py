@@ -217,9 +217,12 @@ class DecodeLoop:
 
     def _swap(self) -> None:
         start = time.perf_counter()
-        if self.pool is None or (drafter := self.pool.swap()) is None:
+        if self.pool is None:
             return
-        self.planner.reset(drafter, drafter.domain == self.pool.domain)
+        rests = self.pool.domains[self.pool.domain].rests
+        if (drafter := self.pool.swap()) is None:
+            return
+        self.planner.reset(drafter, renews_budget=drafter.domain == self.pool.domain and not rests)
         stall = time.perf_counter() - start
         self.counters.count_swap(stall)
         log.info("drafter %d of %s swapped in within %.1f ms", drafter.version, drafter.domain, stall * 1e3)

@@ -180,16 +180,16 @@ class Planner:
             for result in results:
                 shares.observe(len(result.tree.tokens), result.path, len(result.tree.rider_tokens))
 
-    def reset(self, drafter: ActiveDrafter, is_default: bool = True) -> None:
-        """Reset the statistics after the weights of a drafter have changed.
+    def reset(self, drafter: ActiveDrafter, renews_budget: bool = True) -> None:
+        """Reset the statistics after the weights of a drafter have changed; ``renews_budget`` renews the loss budget.
 
-        A version of the service's own domain, the default, gets a loss budget of its own.
+        A version that rests needs none, and only the service's own domain, the default, has one.
         """
         for growth in self._growths:
             growth.forget()
         self._shares_of(drafter).renew(self._policy.growth.max_nodes)
         if self.switchback is not None:
-            self.switchback.changed(is_default)
+            self.switchback.changed(renews_budget)
 
     def _shares_of(self, drafter: ActiveDrafter) -> NodeShares:
         return self._shares.setdefault(drafter, NodeShares(self._policy.growth.max_nodes))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from osd.drafting.mixed import Mixed
 from osd.drafting.session import Tree
 from osd.economy.effect import Step
 from osd.economy.switchback import Switchback
@@ -16,7 +17,7 @@ from osd.engine.planner import Planner, measured_step
 from osd.engine.step import SequenceOutcome, StepOutcome
 from osd.recall.memory import BEHIND
 from tests.tiny import make_tiny
-from tests.unit.engine.harness import prompts, running, tokens_of, weights_of
+from tests.unit.engine.harness import make_drafter, prompts, running, tokens_of, weights_of
 from tests.unit.engine.test_completion import judging_drafter
 
 LENGTHS, TOKENS = (5, 9, 12), 100
@@ -91,6 +92,17 @@ def test_version_of_another_domain_renews_no_loss_budget(target_dir: Path):
         budget = switchback.budget
         client.engine.drafters("code").stage(2, weights_of("eagle", target_dir, 1.0))
         client.swapped_to(2, "code")
+        assert switchback.budget is budget
+
+
+def test_version_that_rests_renews_no_loss_budget(target_dir: Path):
+    drafter = Mixed(make_drafter("eagle", target_dir))
+    with running(target_dir, drafter=drafter, governed=True, measure=0.005) as client:
+        switchback = client.engine.loop.planner.switchback
+        assert switchback is not None
+        budget = switchback.budget
+        client.engine.stage(2, drafter.weights())
+        client.swapped_to(2)
         assert switchback.budget is budget
 
 
