@@ -78,14 +78,7 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context, or the engine is stopping.
         """
-        prompt, context = len(request.prompt_ids), self.target.context
-        if prompt < 1 or request.max_tokens < 1:
-            raise ValueError("a request needs at least one prompt token and max_tokens of at least 1")
-        if prompt + request.max_tokens > context:
-            raise ValueError(
-                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: "
-                f"together they exceed the context of {context} tokens"
-            )
+        _check_length(request, self.target.context)
         domain = in_tenant(request.tenant, request.domain or self.settings.domain)
         policy, eos_ids = request.policy or self._policy, self.target.eos_ids | self._eos_ids
         sequence = SequenceState(request, policy, on_update, self.tokenizer, domain, eos_ids)
@@ -178,3 +171,14 @@ class Engine:
         """Whether there is no work, and all past work is counted."""
         with self._changed:
             return self.loop.health.is_idle and not self.loop.scheduler.sequences()
+
+
+def _check_length(request: Request, context: int) -> None:
+    prompt = len(request.prompt_ids)
+    if prompt < 1 or request.max_tokens < 1:
+        raise ValueError("a request needs at least one prompt token and max_tokens of at least 1")
+    if prompt + request.max_tokens > context:
+        raise ValueError(
+            f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: "
+            f"together they exceed the context of {context} tokens"
+        )
