@@ -20,7 +20,9 @@ from osd.drafting.mixed import Mixed
 from osd.drafting.session import Origin
 from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
+from osd.economy.effect import Step
 from osd.economy.report import RECALL_ALONE, Comparison, Measured
+from osd.economy.switchback import Switchback
 from osd.economy.turns import BLOCK, Turns
 from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.policy import Policy
@@ -42,9 +44,18 @@ def make_drafts_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make all steps equally long in comparisons of versions, as on an idle machine."""
-    observe = Turns.observe
-    monkeypatch.setattr(Turns, "observe", lambda turns, step, *more: observe(turns, replace(step, seconds=0.01), *more))
+    """Make all steps equally long in comparisons and trials, as on an idle machine."""
+
+    def equal(schedule: type[Turns] | type[Switchback]) -> None:
+        observe: Any = schedule.observe
+
+        def observes(self: Any, step: Step, *more: Any) -> None:
+            observe(self, replace(step, seconds=0.01), *more)
+
+        monkeypatch.setattr(schedule, "observe", observes)
+
+    equal(Turns)
+    equal(Switchback)
 
 
 @pytest.fixture
@@ -116,8 +127,9 @@ def test_canary_joins_and_leaves_running_requests_at_once(
             seen.append((0 if drafted is None else drafted.rounds, users))
 
         acts = {3: lambda: handle.try_canary(ALL, weights), 8: look, 15: handle.end_canary, 18: look, 24: look}
-        client.submit("first", first, 110, ignore_eos=True, acts=acts)
-        client.submit("second", second, 100, ignore_eos=True, acts={1: look})
+        with client.engine.loop.changed:  # both begin in the same step, also on a busy machine
+            client.submit("first", first, 110, ignore_eos=True, acts=acts)
+            client.submit("second", second, 100, ignore_eos=True, acts={1: look})
         results = client.wait()
     assert results["first"].tokens == oracle.greedy(first, 110)
     assert results["second"].tokens == oracle.greedy(second, 100)
