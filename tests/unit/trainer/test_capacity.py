@@ -59,7 +59,7 @@ def clock(monkeypatch):
 def test_training_waits_while_any_request_waits(clock):
     scene = Scene(clock, waiting=1)
     clock.at(0.2, lambda: setattr(scene, "waiting", 0))
-    assert scene.wait() == pytest.approx(0.2, abs=0.11)
+    assert 0.2 <= scene.wait() + 1e-6 <= 0.3 + 2e-6
     assert set(scene.states) == {"yielding"}
     assert Scene(clock).wait() == 0, "running requests do not stop training"
 
@@ -149,14 +149,14 @@ def test_rest_ends_with_the_last_request(clock):
     with scene.capacity.working():
         scene.work()
     clock.at(0.2, lambda: setattr(scene, "running", 0))
-    assert scene.wait() == pytest.approx(0.2, abs=0.11)
+    assert 0.2 <= scene.wait() + 1e-6 <= 0.3 + 2e-6
 
 
 def test_micro_step_waits_while_a_request_waits(clock):
     scene = Scene(clock, waiting=1, running=0)
     clock.at(0.2, lambda: setattr(scene, "waiting", 0))
     with scene.capacity.working():
-        assert scene.give_way() == pytest.approx(0.2, abs=0.11)
+        assert 0.2 <= scene.give_way() + 1e-6 <= 0.3 + 2e-6
     assert set(scene.states) == {0.0}
 
 
@@ -164,12 +164,12 @@ def test_a_waiting_trainer_reads_the_loads_ten_times_a_second(clock):
     scene = Scene(clock, waiting=1)
     clock.at(2.0, lambda: setattr(scene, "waiting", 0))
     scene.wait()
-    assert scene.reads == pytest.approx(20, abs=2)
+    assert 20 <= scene.reads <= 22  # one at the start, and one that finds the machine free
     scene.waiting, scene.reads = 1, 0
     clock.at(2.0, lambda: setattr(scene, "waiting", 0))
     with scene.capacity.working():
         scene.give_way()
-    assert scene.reads == pytest.approx(20, abs=2)
+    assert 20 <= scene.reads <= 22  # one at the start, and one that finds the machine free
 
 
 def test_micro_step_rests_by_duty(clock):
@@ -190,10 +190,10 @@ def test_micro_step_that_must_end_stops_waiting(clock):
 def test_micro_step_reads_the_loads_every_10_ms(clock):
     scene = Scene(clock, running=0)
     with scene.capacity.working():
-        for _ in range(300):
+        for _ in range(3000):
             scene.give_way()
-            clock.now += 0.001
-    assert scene.reads == pytest.approx(0.3 / 0.01, abs=3)
+            clock.now += 0.0001
+    assert scene.reads == pytest.approx(0.3 / 0.01, abs=1)
 
 
 def test_only_the_training_thread_gets_the_lowest_priority():
