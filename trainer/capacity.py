@@ -8,8 +8,9 @@ every 0.1 s, from one second after the first read of its load, while a process r
 
 While no request runs, training does not rest. If that was at least ``trainer.duty`` of the last minutes, it never runs
 beside requests: even at the lowest priority, a shared core delays the forwards of all cores. Otherwise it takes at most
-``trainer.duty`` of its cores' time while requests run. It also pauses in random slots, which measure how much requests
-lose to training. ``trainer.investor`` decides whether training is worth its cost.
+``trainer.duty`` of its cores' time while requests run. From the first request until a minute after the last it also
+pauses in random slots, which measure how much requests lose to training, also to training between requests.
+``trainer.investor`` decides whether training is worth its cost.
 
 All seconds of work are CPU seconds. Both limits hold on an idle core, if all operations of a micro-step are short, as
 on the CPUs that osd is measured on.
@@ -40,6 +41,7 @@ _LOOK = 0.01  # seconds between two reads of the loads within a micro-step
 _WAIT = 0.1  # seconds between two reads while training waits: each read takes CPU time from the requests that run
 _RETRY = 1.0
 _BLIND_SECONDS = 5.0  # validity of the last loads while Redis is down
+_MEASURED_SECONDS = 60.0  # after the last request, in which random pauses still measure what training costs
 
 
 def lower_priority(threads: int) -> None:
@@ -96,13 +98,13 @@ class SpareCapacity:
         """Create the spare capacity.
 
         ``clock`` returns the CPU seconds that each core of this trainer has worked. ``pauses`` returns whether training
-        pauses at a monotonic time while requests run.
+        pauses at a monotonic time, unless no request ran in the last minute.
         """
         self._loads, self._pauses = loads, pauses
         self._settings = settings
         self._clock = clock
         self._unreadable_until = 0.0
-        self._last_share, self._read_at = 0.0, -math.inf
+        self._last_share, self._read_at, self._ran_at = 0.0, -math.inf, -math.inf
         self._began = self._looked = -math.inf  # start of the last work, and last check within work
         self._before = self.worked = 0.0
         self._idle = IdleShare()
@@ -112,9 +114,9 @@ class SpareCapacity:
     def spare(self, glance: bool = False) -> float:
         """Return the share of the time that training may use now.
 
-        It is 1 while no request runs. It is 0 in a random pause, while a request waits or the latency exceeds the
-        objective in any replica, and while requests run if there was enough time without requests. Otherwise it is
-        ``trainer.duty``. When the loads cannot be read it stays the same for five seconds, and is 0 after that.
+        It is 0 in a random pause, while a request waits or the latency exceeds the objective in any replica, and while
+        requests run if there was enough time without requests. Otherwise it is 1 while no request runs, and
+        ``trainer.duty`` while requests run. When the loads cannot be read it stays the same for five seconds, and is 0 after that.
 
         Args:
             glance: accept loads that are up to one second old, so that replicas need not report more often.
@@ -122,7 +124,7 @@ class SpareCapacity:
         now = time.monotonic()
         if now >= self._unreadable_until:
             try:
-                self._last_share = self._share(self._loads.read(glance), now - self._read_at)
+                self._last_share = self._share(self._loads.read(glance), now)
                 self._read_at = now
             except RedisError as error:
                 if self.reachable:
@@ -136,17 +138,19 @@ class SpareCapacity:
         self.obstacle = "Redis does not answer, so the loads of replicas are unknown"
         return 0.0
 
-    def _share(self, loads: Mapping[str, ReplicaLoad], elapsed: float) -> float:
+    def _share(self, loads: Mapping[str, ReplicaLoad], now: float) -> float:
         self.requests_run = any(load.running > 0 for load in loads.values())
-        if elapsed < _BLIND_SECONDS:
+        if self.requests_run:
+            self._ran_at = now
+        if (elapsed := now - self._read_at) < _BLIND_SECONDS:
             self._idle.observe(not self.requests_run, elapsed)
         self.on_loads(loads)
-        self.obstacle = self._find_obstacle(loads)
+        self.obstacle = self._find_obstacle(loads, now)
         if self.obstacle:
             return 0.0
         return self._settings.duty if self.requests_run else 1.0
 
-    def _find_obstacle(self, loads: Mapping[str, ReplicaLoad]) -> str:
+    def _find_obstacle(self, loads: Mapping[str, ReplicaLoad], now: float) -> str:
         """Return why training must not run now, or "" if it may run."""
         objective = self._settings.latency_objective_ms or math.inf
         if any(load.waiting > 0 for load in loads.values()):
@@ -155,7 +159,7 @@ class SpareCapacity:
             return f"the time between two tokens is above trainer.latency_objective_ms, {objective:g} ms"
         if self.requests_run and self._idle.suffices(self._settings.duty):
             return f"no request ran in {self._idle.value:.0%} of the last minute, and training waits for such moments"
-        if self.requests_run and self._pauses(time.monotonic()):
+        if now - self._ran_at < _MEASURED_SECONDS and self._pauses(now):
             return "a short random pause measures how much training slows requests"
         return ""
 

@@ -99,8 +99,8 @@ class Investor:
     """Account of one domain: keeps its fund and decides on the next slice of training.
 
     The fund pays ``trainer.price`` core seconds for each CPU second while requests run, and ``trainer.price_idle``
-    otherwise. Until a replica reports its work, training runs without a decision. Changed decisions are reported, and
-    the current decision once a minute.
+    otherwise. It also pays ``trainer.price`` for each core second that requests lose. Until a replica reports its work,
+    training runs without a decision. Changed decisions are reported, and the current decision once a minute.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Investor:
         now = self._clock()
         seconds, self._charged = now - self._charged, now
         lost = self._threads * self._slowdown.observe(loads.values(), now, time.monotonic())
-        self._reporter.fund.learn(seconds, self._price, lost)
+        self._reporter.fund.learn(seconds, self._price, self._settings.trainer.price * lost)
         self._reporter.cost.charge(contended=seconds if self._capacity.requests_run else 0.0, lost=lost)
 
     def read_work(self) -> None:

@@ -152,7 +152,8 @@ class TrainerSettings(Section):
     price: float = Field(
         default=1.0,
         ge=0,
-        description="price of a CPU second of training while requests run, paid from the fund; 0: free",
+        description="price of a CPU second of training while requests run, and of a core second that they lose to "
+        "training, paid from the fund; 0: free",
     )
     price_idle: float = Field(default=0.0, ge=0, description="price of a CPU second of training while no request runs")
 

@@ -4,7 +4,8 @@
 
 All are core seconds. Certain savings use the lower bound of each version's measured effect. A slice of learning, from
 one candidate to the next, begins when the fund covers it. Each slice without a certain gain doubles the amount that the
-next slice needs, until a version is certainly better or an alarm reports drift. Forecasts only rank domains.
+next slice needs, until a version is certainly better or an alarm reports drift. Free learning needs a fund as well, but
+spends only what requests lose. Forecasts only rank domains.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Fund(msgspec.Struct):
         mean_slice: mean CPU seconds of a slice, with ``VERSION_SECONDS`` as the first value; checkpoints name it
             ``version``.
         busy: core seconds that replicas computed for the domain.
-        spent: CPU seconds of training times their price, plus core seconds that were lost to training.
+        spent: CPU seconds of training times their price, plus ``lost``.
+        lost: core seconds that requests lost to training.
         earlier: certain savings of versions that no longer serve, in core seconds.
         fruitless: number of slices since the last certain gain or alarm; a slice counts if most of its CPU seconds had
             a price.
@@ -89,6 +91,7 @@ class Fund(msgspec.Struct):
     mean_slice: float = msgspec.field(default=VERSION_SECONDS, name="version")
     busy: float = 0.0
     spent: float = 0.0
+    lost: float = 0.0
     earlier: float = 0.0
     fruitless: int = 0
     slices: int = 0
@@ -150,6 +153,7 @@ class Fund(msgspec.Struct):
         self.slice += seconds
         self.paid += seconds if price else 0.0
         self.spent += price * seconds + lost
+        self.lost += lost
 
     def end_slice(self) -> None:
         """End the current slice with a candidate, whose gain is not certain yet."""
@@ -228,12 +232,14 @@ def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> De
     """Decide on the next slice of learning.
 
     ``price`` is that of a CPU second, 0 if free; ``max_loss`` the share of the busy seconds that training may lose; and
-    ``begun`` whether the fund covered this slice when it began.
+    ``begun`` whether the fund covered this slice when it began. A free slice begins while the fund covers the seconds
+    that requests lost, whatever training at a price has spent.
     """
-    left = price * fund.mean_slice + max_loss * fund.busy + fund.certain / 2 - fund.spent
+    income = (price or 1.0) * fund.mean_slice + max_loss * fund.busy + fund.certain / 2
+    left = income - (fund.spent if price else fund.lost)
     rest = max(fund.mean_slice - fund.slice, 0.0)
     needed = 0.0 if begun else price * rest * 2.0 ** min(fund.fruitless, _MOST_DOUBLINGS)
-    return Decision(not price or begun or left >= needed, left, needed)
+    return Decision(begun or left >= needed, left, needed)
 
 
 def forecast(fund: Fund, promised: float | None, busy: float) -> float:

@@ -108,7 +108,8 @@ class TrainingProcess:
             tokens = min((room - used) * self._speed, max(trainee.candidate_due - trainee.trained, 0.0))
             seconds, price = tokens / self._speed, self._price
             slows = not self._assumed.dedicated and self._service.has_requests(self._number)
-            trainee.learn(tokens, seconds, price, self._cores * self._assumed.slowing * seconds if slows else 0.0)
+            lost = self._cores * self._assumed.slowing * seconds if slows else 0.0
+            trainee.learn(tokens, seconds, price, self._settings.trainer.price * lost)
             self.seconds += seconds
             self._spent[domain] += seconds
             used += seconds

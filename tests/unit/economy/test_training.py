@@ -209,6 +209,17 @@ def test_slice_is_free_at_price_zero_and_doubles_nothing():
     assert (fund.spent, fund.fruitless) == (0, 0)
 
 
+def test_free_slice_waits_until_the_fund_covers_the_lost_seconds():
+    fund = Fund()
+    fund.learn(1000.0, 1.0, lost=training.VERSION_SECONDS)
+    assert decide(fund, 0.0, 0.005).begins
+    fund.learn(1000.0, 0.0, lost=1.0)
+    decision = decide(fund, 0.0, 0.005)
+    assert (decision.begins, decision.fund, decision.needed) == (False, -1.0, 0.0)
+    fund.serve(200.0)
+    assert decide(fund, 0.0, 0.005).begins
+
+
 def test_paid_slice_doubles_the_need_until_a_gain_or_an_alarm():
     fund = Fund()
     fund.follow(1)

@@ -247,12 +247,16 @@ def test_training_stays_out_of_requests_while_idle_time_suffices(clock):
     assert scene.capacity.spare() == 0.2
 
 
-def test_random_pauses_apply_only_while_requests_run(clock):
-    scene = Scene(clock, duty=0.5)
-    assert scene.capacity.spare() == 0.5
+def test_random_pauses_begin_with_requests_and_end_a_minute_after_them(clock):
+    scene = Scene(clock, duty=0.5, running=0)
     scene.pauses = True
+    assert scene.capacity.spare() == 1
+    scene.running = 1
     assert scene.capacity.spare() == 0
     scene.running = 0
+    clock.now += 59.0
+    assert scene.capacity.spare() == 0
+    clock.now += 1.0
     assert scene.capacity.spare() == 1
 
 

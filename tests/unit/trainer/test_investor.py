@@ -51,6 +51,11 @@ class Scene:
         self.trained += seconds
         self.investor.observe_loads({})
 
+    def observe(self, loads, trained, now):
+        self.trained, self.now = trained, now
+        self.investor.observe_loads(dict(enumerate(loads)))
+        return 0.0
+
     def begins(self):
         self.now += 1.1
         decision = self.investor.next_slice(self.learner)
@@ -81,6 +86,19 @@ def test_fund_pays_only_while_requests_run(monkeypatch):
     priced.train(100.0)
     assert priced.fund.spent == 50
     assert not priced.begins()
+
+
+def test_training_between_requests_stops_when_they_lose_more_than_the_fund_holds(monkeypatch):
+    def begins_after(slower, price=1.0):
+        scene = Scene(monkeypatch, requests_run=False, price=price)
+        assert scene.begins()
+        _, lost = run_slots(scene.observe, slower)
+        assert scene.fund.lost == pytest.approx(2 * price * lost, rel=0.25, abs=5.0)
+        return scene.begins()
+
+    assert begins_after(1.0)
+    assert not begins_after(1.05)
+    assert begins_after(1.05, price=0.0)
 
 
 def test_covered_slice_continues_until_its_candidate(monkeypatch):
@@ -164,14 +182,14 @@ def test_pauses_are_random_slots_of_the_set_share():
     assert all(is_pause(SLOT_SECONDS * (slot + 0.9)) == rests for slot, rests in enumerate(slots))
 
 
-def run_meter(slower, slots=800, restarts=lambda slot: False):
-    """Return a meter after ``slots`` slots, the lost seconds by its estimate, and those really lost."""
-    meter, rng = SlowdownMeter(), np.random.default_rng(1)
+def run_slots(observe, slower, slots=800, restarts=lambda slot: False):
+    """Call ``observe`` in each of ``slots`` slots; return the sum of its results, and the seconds really lost."""
+    rng = np.random.default_rng(1)
     steps = rows = 0
     seconds = trained = lost = estimated = 0.0
     for slot in range(slots):
         now = SLOT_SECONDS * slot + 0.01
-        estimated += meter.observe([ReplicaLoad(1, 0, 1, 1.0, 1.0, steps, rows, seconds)], trained, now)
+        estimated += observe([ReplicaLoad(1, 0, 1, 1.0, 1.0, steps, rows, seconds)], trained, now)
         if restarts(slot):
             steps = rows = 0
             seconds = 0.0
@@ -181,7 +199,13 @@ def run_meter(slower, slots=800, restarts=lambda slot: False):
         steps, rows, seconds = steps + added, rows + 3 * added, seconds + took * (1.0 if rests else slower)
         trained += 0.0 if rests else 0.4
         lost += 0.0 if rests else took * (slower - 1)
-    return meter, estimated, lost
+    return estimated, lost
+
+
+def run_meter(slower, **slots):
+    """Return a meter after many slots, the lost seconds by its estimate, and those really lost."""
+    meter = SlowdownMeter()
+    return meter, *run_slots(meter.observe, slower, **slots)
 
 
 def test_slowdown_meter_estimates_the_lost_seconds():
