@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from osd.cli.common import RunError
 from osd.engine.counters import EngineCounters
 from osd.engine.engine import Engine
 from osd.engine.request import Request, TokenLogprobs, Update
@@ -24,7 +25,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[lis
     """Decode ``requests``, all sent at once, and return the seconds until the last token and the tokens of each answer.
 
     Raises:
-        RuntimeError: a request failed.
+        RunError: a request failed.
     """
     answers: dict[str, list[int]] = defaultdict(list)
     seconds = 0.0
@@ -58,7 +59,7 @@ def answers_of(
     ``on_first`` is called once, at the first update.
 
     Raises:
-        RuntimeError: a request failed.
+        RunError: a request failed.
     """
     results, is_started = {request.id: RequestResult() for request in requests}, False
     for _, update in updates_of(engine, requests):
@@ -99,7 +100,7 @@ def updates_of(
     With ``users``, each user waits for an answer before the next request; None sends all requests at once.
 
     Raises:
-        RuntimeError: a request failed.
+        RunError: a request failed.
         queue.Empty: no update came for ``patience`` seconds.
     """
     updates: queue.Queue[tuple[float, Update]] = queue.Queue()
@@ -114,7 +115,7 @@ def updates_of(
     while unfinished:
         moment, update = updates.get(timeout=patience)
         if update.finish_reason == "error":
-            raise RuntimeError(f"a request failed: {update.error}")
+            raise RunError(f"a request failed: {update.error}")
         yield moment, update
         if update.finish_reason is not None:
             unfinished -= 1

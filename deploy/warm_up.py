@@ -17,6 +17,7 @@ from deploy.embedded import Embedded
 from deploy.seeding import Seeds, user_opening
 from deploy.warm_store import FIRST_VERSION, WarmStore
 from osd.capture.server import free_port
+from osd.cli.common import RunError
 from osd.config import Settings
 from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.object_storage import storage_of
@@ -30,7 +31,7 @@ _WAITING = 5  # seconds without work after which the trainer is done
 _ENDING = 20.0  # seconds for stopping the service and storing the result
 
 
-class WarmUpError(RuntimeError):
+class WarmUpError(RunError):
     """Error of a warm-up without a result, with a message of one line."""
 
 

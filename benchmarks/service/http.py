@@ -98,7 +98,6 @@ def measure(
     Raises:
         BenchError: a prompt is too long.
         RunError: a request fails or returns too few tokens.
-        RuntimeError: the engine fails.
     """
     limit = engine.target.context - plan.tokens
     ids = encode(engine.tokenizer, prompts, limit)

@@ -36,7 +36,7 @@ def test_refusals_are_the_same_with_speculation(service: Any, tmp_path: Path):
 
 def test_request_error_is_one_sentence(service: Any, tmp_path: Path):
     result = analyze(service, tmp_path, "--tokens", "4096")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert f"osd: the service at {service.url} does not answer: HTTP 400: " in result.stderr.splitlines()[-1]
     assert "'max_tokens' is 4096 and this server's limit is 2048" in result.stderr
     assert not (tmp_path / "report.json").exists()

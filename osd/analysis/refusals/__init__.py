@@ -9,4 +9,8 @@ from __future__ import annotations
 
 
 class RefusalsError(ValueError):
-    """Error of a file, the service or the judge; the message is one line with the reason."""
+    """Error of a file of prompts; the message is one line with the reason."""
+
+
+class EndpointError(RefusalsError):
+    """Error of the service or the judge, which did not answer; the message is one line with the reason."""

@@ -160,7 +160,7 @@ def compare(
         tie: largest gap of two tokens whose order rounding may change.
 
     Raises:
-        RefusalsError: the judge does not answer.
+        EndpointError: the judge does not answer.
     """
     labels = _labels(prompts, answers, judge)
     plain, again = labels[PLAIN], labels[AGAIN]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 
 from osd.addresses import uses_proxies
-from osd.analysis.refusals import RefusalsError
+from osd.analysis.refusals import EndpointError
 from osd.nesting import parse_json
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -60,7 +60,7 @@ class Endpoint:
             bodies: bodies for ``/v1/chat/completions``, without ``stream``.
 
         Raises:
-            RefusalsError: a request failed or was not answered in time; the other requests are cancelled.
+            EndpointError: a request failed or was not answered in time; the other requests are cancelled.
         """
         return asyncio.run(self._ask(bodies))
 
@@ -79,11 +79,11 @@ class Endpoint:
                 asyncio.TaskGroup() as group,
             ):
                 tasks = [group.create_task(send(client, body)) for body in bodies]
-        except* RefusalsError as failures:
+        except* EndpointError as failures:
             failed = failures.exceptions[0]
         else:
             return [task.result() for task in tasks]
-        raise RefusalsError(str(failed))
+        raise EndpointError(str(failed))
 
     async def _send_with_retries(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> dict[str, Any]:
         patience, problem = self.patience, ""
@@ -121,8 +121,8 @@ class Endpoint:
             pass
         raise self._failed("an answer is not in OpenAI's format")
 
-    def _failed(self, problem: str) -> RefusalsError:
-        return RefusalsError(f"{self.name} at {self.url} does not answer: {problem}")
+    def _failed(self, problem: str) -> EndpointError:
+        return EndpointError(f"{self.name} at {self.url} does not answer: {problem}")
 
 
 def text_of(completion: Mapping[str, Any]) -> str | None:

@@ -78,7 +78,7 @@ class ModelJudge:
     model: str
 
     def labels(self, answers: Sequence[tuple[RefusalPrompt, str]]) -> list[Label]:
-        """Return the model's label of each pair of prompt and answer, in order; raise RefusalsError if a call fails."""
+        """Return the model's label of each pair of prompt and answer, in order; raise EndpointError if a call fails."""
         bodies = [self._body(prompt, answer) for prompt, answer in answers]
         return [label_of(text_of(completion)) for completion in self.endpoint.ask(bodies)]
 

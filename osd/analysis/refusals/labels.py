@@ -27,7 +27,7 @@ class AnswerJudge(Protocol):
         """Return the label of each pair of prompt and answer, in order.
 
         Raises:
-            RefusalsError: the judge does not answer.
+            EndpointError: the judge does not answer.
         """
         ...
 

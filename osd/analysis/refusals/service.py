@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from osd.analysis.refusals import RefusalsError
+from osd.analysis.refusals import EndpointError
 from osd.analysis.refusals.answers import AGAIN, PLAIN, Answers, ModelAnswer, SamplingPlan
 from osd.analysis.refusals.endpoint import Endpoint, text_of
 from osd.analysis.refusals.prompts import RefusalPrompt
@@ -39,7 +39,7 @@ def answers(
         report: called with a description of each step.
 
     Raises:
-        RefusalsError: the service does not answer, or its answer is not in the format of osd.
+        EndpointError: the service does not answer, or its answer is not in the format of osd.
     """
 
     def ask(sampling: Mapping[str, Any]) -> list[ModelAnswer]:
@@ -65,5 +65,5 @@ def _answer(endpoint: Endpoint, completion: Mapping[str, Any]) -> ModelAnswer:
         tops = [[float(entry["logprob"]) for entry in place["top_logprobs"]] for place in places]
         gaps = [top[0] - top[1] for top in tops]
     except (LookupError, TypeError, ValueError):
-        raise RefusalsError(f"{endpoint.name} at {endpoint.url} does not answer in the format of osd") from None
+        raise EndpointError(f"{endpoint.name} at {endpoint.url} does not answer in the format of osd") from None
     return ModelAnswer(tokens, text_of(completion) or "", gaps, drafted, accepted)

@@ -94,7 +94,7 @@ def refusals(
     if draft and url is not None:
         fail("--draft: a running service has its own drafters; choose among them with --domain")
     drafts = list(dict.fromkeys(draft or _DRAFTS))
-    from osd.analysis.refusals import RefusalsError
+    from osd.analysis.refusals import EndpointError, RefusalsError
     from osd.analysis.refusals.answers import SamplingPlan
     from osd.analysis.refusals.comparison import ALPHA, TIES, compare
     from osd.analysis.refusals.prompts import read
@@ -111,6 +111,8 @@ def refusals(
                 answers = _answers_of_service(settings, url, prompts, domain or (), plan)
             say("judge")
             comparisons = compare(prompts, answers, judge, tie)
+    except EndpointError as error:
+        fail(error, FAILURE)
     except (RefusalsError, ConfigError, CommandError) as error:
         fail(error)
     for table in () if as_json else tables(prompts, comparisons):

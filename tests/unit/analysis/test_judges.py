@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from osd.analysis.refusals import RefusalsError
+from osd.analysis.refusals import EndpointError
 from osd.analysis.refusals.endpoint import Endpoint, Patience
 from osd.analysis.refusals.judges import ModelJudge, PhraseJudge
 from osd.analysis.refusals.labels import label_of
@@ -164,7 +164,7 @@ def test_temporary_failures_are_retried():
     ((200, completion(7)), "an answer is not in OpenAI's format", 1),
 ])  # fmt: skip
 def test_failing_judge_raises_one_line(answer: tuple[int, bytes], message: str, attempts: int):
-    with scripted(answer) as script, pytest.raises(RefusalsError) as refused:
+    with scripted(answer) as script, pytest.raises(EndpointError) as refused:
         judge(script.url, key="secret").labels([(PROMPT, "x")])
     assert str(refused.value).startswith(f"the judge at {script.url} does not answer: ")
     assert message in str(refused.value)
@@ -181,7 +181,7 @@ def test_slow_judge_raises_one_line():
 
     with scripted((200, never)) as script:
         try:
-            with pytest.raises(RefusalsError, match=r"no answer within 0\.2 s"):
+            with pytest.raises(EndpointError, match=r"no answer within 0\.2 s"):
                 judge(script.url, Patience(deadline=0.2)).labels([(PROMPT, "x")] * 20)
         finally:
             ended.set()
@@ -189,5 +189,5 @@ def test_slow_judge_raises_one_line():
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "ftp://127.0.0.1", "http://[", "http://a:b"])
 def test_address_without_a_judge_raises_one_line(url: str):
-    with pytest.raises(RefusalsError, match=r"the judge at .* does not answer"):
+    with pytest.raises(EndpointError, match=r"the judge at .* does not answer"):
         judge(url).labels([(PROMPT, "x")])

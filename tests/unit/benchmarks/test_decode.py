@@ -23,6 +23,7 @@ from osd.drafting.growth.chain import AcceptanceHeadChain, Chain
 from osd.drafting.session import ANONYMOUS, CommittedTokens, DraftRequest, Origin, Runtime
 from osd.engine.policy import Policy
 from osd.engine.request import SamplingParams
+from osd.engine.text import TextStream
 from osd.metrics import SpeculationCounts
 from osd.verification.noise import Noise
 from osd.verification.tree import ROOT, DraftBatch, TreeBuilder
@@ -164,6 +165,16 @@ def test_decode_of_streams_without_overlap_is_refused(tiny_target: Path, tmp_pat
     result = bench(tiny_target, tmp_path, "decode", *source, "--waves", "1", settings=["engine.prefill_chunk=1"])
     assert result.exit_code == 2
     assert "too short" in result.stderr.splitlines()[-1]
+
+
+def test_failed_request_ends_a_measurement_with_one_sentence(tiny_target: Path, tmp_path: Path, monkeypatch):
+    def fail(*given: object) -> str:
+        raise RuntimeError("this text")
+
+    monkeypatch.setattr(TextStream, "push", fail)
+    result = bench(tiny_target, tmp_path, "decode", "--prompts", str(stream_file(tmp_path)), "--draft", "eagle")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == "osd: a request failed: RuntimeError while decoding"
 
 
 def test_forward_command_times_all_sizes(tiny_target: Path, tmp_path: Path):

@@ -14,6 +14,7 @@ from deploy import warm_up as warming
 from deploy.seeding import Seeds, keep_asking, load_prompts, user_opening
 from deploy.warm_store import WarmStore
 from deploy.warm_up import WarmUpError, warm_up
+from osd.cli.exit_codes import FAILURE
 from osd.config import EagleSettings, RecallSettings, Settings
 from osd.drafting.recall.snapshot import SNAPSHOT
 from osd.registry.local_storage import LocalStorage
@@ -255,8 +256,9 @@ def test_warm_up_without_learning_stores_nothing(scene, tmp_path):
 
 
 def test_warm_up_without_answers_raises_and_stores_nothing(scene, tmp_path):
-    with pytest.raises(WarmUpError, match="no prompt was answered: HTTP 503"):
+    with pytest.raises(WarmUpError, match="no prompt was answered: HTTP 503") as failed:
         scene(finished=0)
+    assert failed.value.code == FAILURE
     assert not (tmp_path / "home" / "warm").exists()
 
 
