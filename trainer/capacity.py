@@ -116,7 +116,8 @@ class SpareCapacity:
 
         It is 0 in a random pause, while a request waits or the latency exceeds the objective in any replica, and while
         requests run if there was enough time without requests. Otherwise it is 1 while no request runs, and
-        ``trainer.duty`` while requests run. When the loads cannot be read it stays the same for five seconds, and is 0 after that.
+        ``trainer.duty`` while requests run. When the loads cannot be read it stays the same for five seconds, and is 0
+        after that.
 
         Args:
             glance: accept loads that are up to one second old, so that replicas need not report more often.

@@ -1,6 +1,6 @@
 """Speed-up of drafting over plain decoding at the same load, measured in trials.
 
-A trial is a short block of decoding steps without drafting, in the middle of a block with drafting, or the reverse. The
+A trial is a short block of decoding steps without drafting, between two blocks with drafting, or the reverse. The
 speed-up is the time that plain decoding would take for the same tokens and prompts, with as many streams
 in each step, over the time taken:
 
@@ -39,45 +39,57 @@ KNOWN_WIDTH = LEAST_EFFECT / 2
 _TURNS = 5  # of a fit, costs given speeds and speeds given costs; the last changed a simulated logarithm by < 1e-6
 _RIDGE = 1e-4  # weight of a penalty for costs of what hardly varies, such as the streams of a single client
 
-SUMS = 9
-"""Sums over steps: six covariates of their seconds, plain steps for the same tokens, tokens, and seconds.
+SUMS = 10
+"""Sums over steps: seven covariates of their seconds, plain steps for the same tokens, tokens, and seconds.
 
-The covariates are steps, streams, prompt rows, streams up to 4, streams up to 12, and steps with prompts; plain steps
-are linear in the first three.
+The covariates are steps, streams, prompt rows, streams up to 4, streams up to 12, steps with prompts, and draft rows;
+plain steps are linear in the first three.
 """
 
-STEPS, TOKENS, SECONDS = 0, 7, 8
-_PLAIN, _COVARIATES = 3, 6
-_WORK = [6, 7, 2]  # of plain decoding for the same tokens and prompts: steps, streams, prompt rows
+STEPS, TOKENS, SECONDS = 0, 8, 9
+_PLAIN, _COVARIATES = 3, 7
+_WORK = [7, 8, 2]  # of plain decoding for the same tokens and prompts: steps, streams, prompt rows
 
-BLOCK = 64
-"""Steps of a block; blocks of 16 to 256 steps gave the same speed-up in simulations."""
+BLOCK = 16
+"""Steps of a block. Shorter blocks are more exact at the same price: the speed of a virtual machine changes within a
+second. On two cores of a Zen 4 blocks of 64 steps gave an interval 1.6 times as wide."""
 
-CELL = 8
-"""Steps of one observation of a fit, and uncounted steps after a switch: caches are cold, and drafters read tokens."""
+CELL = 4
+"""Steps of one observation of a fit, and uncounted steps after drafting stops, while caches are cold."""
 
-TRIAL = (1 + 2 * BLOCK // CELL, SUMS)
-"""Shape of a trial: sums since the trial before, and over each cell of half a block, the block, and half a block."""
+TRIAL = (1 + 3 * BLOCK // CELL, SUMS)
+"""Shape of a trial: sums since the trial before, and over each cell of the block before, the block, and the block after
+it."""
 
-_FIRST, _NEXT = 1 + BLOCK // 2 // CELL, 1 + (BLOCK // 2 + BLOCK) // CELL  # cells of the block, and after it
-INSIDE, AROUND = [*range(_FIRST + 1, _NEXT)], [*range(1, _FIRST), *range(_NEXT + 1, TRIAL[0])]
-"""Counted cells of the block, and on both sides of it."""
+WHOLE_BLOCK = [*range(1 + BLOCK // CELL, 1 + 2 * BLOCK // CELL)]
+"""Cells of the block."""
+
+PLAIN_BLOCK, DRAFTED_BLOCK = WHOLE_BLOCK[1:], WHOLE_BLOCK[2:]
+"""Counted cells of a block without drafting, and with drafting.
+
+When drafting begins, two cells do not count. Drafters read tokens that they missed, and the first drafts are better
+than usual: plain decoding takes as many steps as tokens, so it more often stops where the next tokens are predictable.
+"""
+
+AROUND = [*range(1, WHOLE_BLOCK[0]), *range(WHOLE_BLOCK[-1] + 3, TRIAL[0])]
+"""Counted cells before and after the block."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Decoding step of an engine: its seconds, sequences that drew a token, rows of prompts, and tokens drawn."""
+    """Decoding step: its seconds, sequences that drew a token, rows of prompts, tokens drawn, and rows of drafts."""
 
     seconds: float
     streams: int
     prompt_rows: int
     tokens: int
+    draft_rows: int = 0
 
     def sums(self) -> np.ndarray:
         """Return the addends of ``SUMS``."""
         n, p = self.streams, self.prompt_rows
         plain = self.tokens / n if n else 1.0
-        return np.array([1.0, n, p, min(n, 4), min(n, 12), p > 0, plain, plain * n, self.seconds])
+        return np.array([1.0, n, p, min(n, 4), min(n, 12), p > 0, self.draft_rows, plain, plain * n, self.seconds])
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,7 @@ def estimate(trials: Sequence[np.ndarray]) -> tuple[Effect, np.ndarray, float] |
         return None
     cells = np.array(trials)
     costs, speeds = _two_factors(cells[:, AROUND])
-    gram, moments = _equations(cells[:, INSIDE], _PLAIN)
+    gram, moments = _equations(cells[:, PLAIN_BLOCK], _PLAIN)
     plain = ridge(without_each(gram), without_each(moments / speeds[:, None]), len(trials))
     # All drafted steps count. Only the costs of plain steps are estimated from the trials.
     drafted = cells[:, [0, *AROUND]].sum((0, 1))

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from osd.economy import effect
-from osd.economy.effect import BLOCK, CELL, SECONDS, Effect, Step
+from osd.economy.effect import AROUND, BLOCK, CELL, DRAFTED_BLOCK, PLAIN_BLOCK, SECONDS, WHOLE_BLOCK, Effect, Step
 from osd.economy.guard import LossBudget
 from osd.economy.report import Measured
 
@@ -99,7 +99,7 @@ class Switchback:
 
     @property
     def _is_inside(self) -> bool:
-        return BLOCK // 2 <= self._place < BLOCK // 2 + BLOCK
+        return BLOCK <= self._place < 2 * BLOCK
 
     def observe(self, step: Step) -> None:
         """Add the decoding step that followed the last read of ``drafts``."""
@@ -115,14 +115,14 @@ class Switchback:
         self._trial[1 + max(self._place // CELL, -1)] += step.sums()
         if self._place != -1 or self._is_due:
             self._place += 1
-        if self._place == 2 * BLOCK:
+        if self._place == 3 * BLOCK:
             self._end()
 
     def _begin(self, measured: Measured) -> None:
         spent = self.bank.spent + self.versions.spent
         self.measured = replace(measured, spent=spent, guarded=int(not self.budget.allows))
         self._plain_inside, self._trial, self._began = self.budget.allows, np.zeros(effect.TRIAL), self.busy
-        self._place = -1 - int(self._random.integers(BLOCK // 2))
+        self._place = -1 - int(self._random.integers(BLOCK))
 
     @property
     def _is_due(self) -> bool:
@@ -149,16 +149,19 @@ class Switchback:
 
     def _end(self) -> None:
         trial, measured = self._trial, self.measured
-        inside, around = trial[effect.INSIDE].sum(0), trial[effect.AROUND].sum(0)
-        plain, drafted = (inside, around) if self._plain_inside else (around, inside)
+        around = trial[AROUND].sum(0)
         if self._plain_inside:
-            drafted = drafted + trial[0]
+            plain, drafted = trial[PLAIN_BLOCK].sum(0), around + trial[0]
+            lasted = drafted[SECONDS]
             self._kept.append((self.busy, trial))
             while self._kept[0][0] < self.busy - KEPT_SECONDS:
                 self._kept.popleft()
             if (estimated := effect.estimate([trial for _, trial in self._kept])) is not None:
                 self._effect, self.costs, all_seconds = estimated
                 measured = Measured.of(self._effect, all_seconds)
+        else:
+            plain, drafted = around, trial[DRAFTED_BLOCK].sum(0)
+            lasted = trial[WHOLE_BLOCK].sum(0)[SECONDS]
         if self.costs is not None:
-            self.budget.measured(effect.trial_log(self.costs, plain, drafted), float(drafted[SECONDS]))
+            self.budget.measured(effect.trial_log(self.costs, plain, drafted), float(lasted))
         self._begin(measured)

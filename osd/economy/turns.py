@@ -12,14 +12,11 @@ from collections import deque
 
 import numpy as np
 
-from osd.economy.effect import KNOWN_WIDTH, SECONDS, STEPS, SUMS, TOKENS, Step, compare
+from osd.economy.effect import BLOCK, CELL, KNOWN_WIDTH, SECONDS, STEPS, SUMS, TOKENS, Step, compare
 from osd.economy.report import Measured
 from osd.economy.switchback import FIRST_LOSS, MOST_TRIALS, Bank
 
-BLOCK = 16
-"""Steps of a block, as ``docs/economy.md`` describes."""
-
-WASHOUT = BLOCK // 4
+WASHOUT = CELL
 """Uncounted steps at the start of each block: reading missed tokens is the price of the turns, not an effect.
 
 At a share of 0.1 it would bias the effect by 12 to 70 points (simulated, 1 to 64 streams), and by less than 0.1 where

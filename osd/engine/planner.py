@@ -208,7 +208,8 @@ def measured_step(outcome: StepOutcome, seconds: float) -> Step:
     streams, upkeep = len(outcome.sequences), sum(outcome.upkeep_seconds.values())
     tokens = sum(result.tokens for result in outcome.sequences) - forced
     rows = outcome.plain_rows - streams + forced
-    return Step(seconds if outcome.drafts else seconds - upkeep, streams, rows, max(tokens, streams))
+    seconds = seconds if outcome.drafts else seconds - upkeep
+    return Step(seconds, streams, rows, max(tokens, streams), outcome.rows - outcome.plain_rows)
 
 
 def _depth(parents: Sequence[int]) -> int:

@@ -147,7 +147,7 @@ def test_failing_judge_prints_one_line_and_writes_no_report(tiny_target: Path, t
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     with scripted((200, completion("GOOD")), (401, b"{}")) as script:
         result = analyze(tiny_target, tmp_path, "--judge-url", script.url, "--judge-model", "m")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == f'osd: the judge at {script.url} does not answer: HTTP 401: "{{}}"'
     assert set(script.keys) == {"Bearer secret"}
     assert not (tmp_path / "report.json").exists()

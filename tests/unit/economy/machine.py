@@ -98,4 +98,4 @@ class Machine:
             if not self._unread[0]:
                 self._unread.pop(0)
                 self._left.append(1 + int(rng.expovariate(1 / _ANSWER)))
-        return Step(took, streams, prompts, total)
+        return Step(took, streams, prompts, total, streams * nodes)

@@ -66,20 +66,61 @@ def test_interval_is_unknown_before_enough_trials():
     assert 1 < Effect(0.1, 0.01, LEAST_TRIALS).interval[0] < math.exp(0.1)
 
 
+def test_longer_drafts_in_predictable_text_do_not_look_like_a_slow_machine():
+    """Runs of predictable tokens, of which a step drafts three, which makes it dearer, between unpredictable tokens."""
+    rng, switchback = np.random.default_rng(0), Switchback(measure=0.5, max_loss=0.05, seed=0)
+    unpredictable = predictable = tokens = since = 0
+    seconds = 0.0
+    for _ in range(STEPS):
+        if not unpredictable and not predictable:
+            unpredictable, predictable = rng.geometric([1 / 12, 1 / 24]).tolist()
+        drafts = switchback.drafts and not unpredictable
+        step = Step(1.6 if drafts else 1.0, 1, 0, min(4, predictable) if drafts else 1, 3 * drafts)
+        if unpredictable:
+            unpredictable -= 1
+        else:
+            predictable -= step.tokens
+        since = since + 1 if switchback.drafts else 0
+        if since > 2 * CELL:
+            tokens, seconds = tokens + step.tokens, seconds + step.seconds
+        switchback.observe(step)
+    results = switchback.measured.effect
+    assert results is not None
+    assert results.log == pytest.approx(math.log(tokens / seconds), abs=0.01)
+
+
+def test_first_steps_after_a_switch_count_neither_in_trials_nor_in_probes():
+    """Drafting loses a tenth of the time, after eight steps in which its drafts are kept."""
+    switchback = Switchback(measure=0.5, max_loss=0.005, seed=0)
+    drafted, since, times_off = True, 100, 0
+    for _ in range(STEPS):
+        drafts = switchback.drafts
+        drafted, since = drafts, since + 1 if drafts == drafted else 0
+        drafting, plain = Step(1.1, 1, 0, 4 if since < 2 * CELL else 1), Step(3.0 if since < CELL else 1.0, 1, 0, 1)
+        allowed = switchback.budget.allows
+        switchback.observe(drafting if drafts else plain)
+        times_off += allowed and not switchback.budget.allows
+    assert times_off == 1
+    assert not switchback.budget.allows
+    results = switchback.measured.effect
+    assert results is not None
+    assert results.log == pytest.approx(-math.log(1.1), abs=0.01)
+
+
 def test_more_streams_in_plain_blocks_do_not_bias_the_speedup():
     """Steps without noise; plain steps have twice as many streams, and more prompts."""
     rng, trials = np.random.default_rng(0), []
     plain = took = 0.0
     for _ in range(40):
         trial = np.zeros(TRIAL)
-        for place in range(2 * BLOCK):
-            is_plain = BLOCK // 2 <= place < BLOCK // 2 + BLOCK
+        for place in range(3 * BLOCK):
+            is_plain = BLOCK <= place < 2 * BLOCK
             n = int(rng.integers(4, 12) if is_plain else rng.integers(2, 6))
             p = 16 * int(rng.integers(0, 4 if is_plain else 2))
             tokens = n if is_plain else n + int(rng.binomial(n, 0.5))
             seconds = (1.0 if is_plain else 1.5) * (1 + 0.1 * (n + p))
             trial[1 + place // CELL] += Step(seconds, n, p, tokens).sums()
-            if not is_plain and place - BLOCK // 2 - BLOCK not in range(CELL):
+            if not is_plain and place - 2 * BLOCK not in range(2 * CELL):
                 plain, took = plain + 1 + 0.1 * (n + p) + (tokens / n - 1) * (1 + 0.1 * n), took + seconds
         trials.append(trial)
     results = estimate(trials)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from osd.economy import turns as module
-from osd.economy.effect import Effect, Step
+from osd.economy.effect import BLOCK, Effect, Step
 from osd.economy.report import Measured
 from osd.economy.switchback import BEGIN_SECONDS, Bank
-from osd.economy.turns import BLOCK, Turns
+from osd.economy.turns import Turns
 from tests.unit.economy.machine import Machine
 
 STEPS = 3000

@@ -20,10 +20,10 @@ from osd.drafting.mixed import Mixed
 from osd.drafting.session import Origin
 from osd.economy.chances import NodeShares
 from osd.economy.costs import CostModel
-from osd.economy.effect import Step
+from osd.economy.effect import BLOCK, Step
 from osd.economy.report import RECALL_ALONE, Comparison, Measured
-from osd.economy.switchback import Switchback
-from osd.economy.turns import BLOCK, Turns
+from osd.economy.switchback import BEGIN_SECONDS, Switchback
+from osd.economy.turns import Turns
 from osd.engine.domain_drafters import ActiveDrafter
 from osd.engine.policy import Policy
 from osd.engine.sequence import SequenceState
@@ -397,6 +397,7 @@ def test_mixed_drafter_is_compared_with_recall_alone(
 
     with running(target_dir, drafter=drafter, governed=True, measure=0.1) as client:
         handle = client.engine.drafters("general")
+        client.engine.loop.planner.switchback.bank.spend(BEGIN_SECONDS)  # plain blocks would interrupt the pairs
         begun = comparisons(client, "begins")[1, RECALL_ALONE]
         assert begun > 0
         client.engine.stage(2, drafter.weights())
