@@ -269,6 +269,15 @@ class CostModel:
         """Return the seconds of a step without its draft: the forward and the host's work."""
         return self.forward(rows) + self._host.at(rows)
 
+    def without_outlier(self, seconds: float, rows: int, drafting: float) -> float:
+        """Return the ``seconds`` of a step with ``rows`` rows, at most three times as many as expected.
+
+        Page faults and other processes can make a step ten times as slow, with drafters and without. ``drafting`` are
+        the seconds of its draft, which always count.
+        """
+        expected = self.step(rows)
+        return min(seconds, drafting + _OUTLIER * expected) if self.forward(rows) else seconds
+
     def plain_step(self, rows: int) -> float:
         """Return the seconds of a step without drafters; ``step`` until such a step was measured."""
         return self.forward(rows) + (self._plain_host.at(rows) or self._host.at(rows))

@@ -292,7 +292,7 @@ class DecodeLoop:
         if self.pool is None or not alternates:
             return
         costs = None if switchback is None else switchback.costs
-        step = measured_step(outcome, seconds)
+        step = measured_step(outcome, seconds, self.planner.costs)
         for alternate in alternates:
             bank = switchback.versions if switchback is not None and alternate.reference else None
             if not outcome.drafts:

@@ -132,7 +132,7 @@ class Planner:
             self._learn_rate(outcome, seconds)
             self._learn_shares(by_drafter)
         if not outcome.exceptional and self.switchback is not None and outcome.drafts is not None:
-            self.switchback.observe(measured_step(outcome, seconds))
+            self.switchback.observe(measured_step(outcome, seconds, self.costs))
         by_growth: dict[Growth, list[DraftOutcome]] = defaultdict(list)
         for result in outcome.sequences:
             if result.proposed:
@@ -199,16 +199,18 @@ class Planner:
         return max(min(s.limit, s.remaining - 1, self._context - len(s.tokens)) - len(entry.forced), 0)
 
 
-def measured_step(outcome: StepOutcome, seconds: float) -> Step:
+def measured_step(outcome: StepOutcome, seconds: float, costs: CostModel) -> Step:
     """Return a step as input of a switchback; the upkeep of drafters is not part of the duration of plain steps.
 
-    Tokens that a grammar forces count as prompt rows, because they come with and without drafters.
+    Tokens that a grammar forces count as prompt rows, because they come with and without drafters. A step that takes
+    much longer than by ``costs`` counts for less.
     """
     forced = sum(source in (FORCED, BEHIND) for result in outcome.sequences for source in result.accepted)
     streams, upkeep = len(outcome.sequences), sum(outcome.upkeep_seconds.values())
     tokens = sum(result.tokens for result in outcome.sequences) - forced
     rows = outcome.plain_rows - streams + forced
-    seconds = seconds if outcome.drafts else seconds - upkeep
+    drafting = sum(outcome.draft_seconds.values())
+    seconds = costs.without_outlier(seconds if outcome.drafts else seconds - upkeep, outcome.rows, drafting)
     return Step(seconds, streams, rows, max(tokens, streams), outcome.rows - outcome.plain_rows)
 
 

@@ -114,6 +114,15 @@ def test_plain_step_has_the_host_work_of_plain_steps() -> None:
     assert costs.plain_step(1) == pytest.approx(11.0, rel=0.01)
 
 
+def test_outlier_is_bounded_where_the_forward_is_known() -> None:
+    costs = CostModel({1: 1.0})
+    costs.observe_host(1, 0.5)
+    assert costs.without_outlier(4.0, 1, 0.0) == 4.0
+    assert costs.without_outlier(40.0, 1, 0.0) == pytest.approx(4.5)
+    assert costs.without_outlier(40.0, 1, 30.0) == pytest.approx(34.5), "the draft counts as it is"
+    assert CostModel().without_outlier(40.0, 1, 0.0) == 40.0
+
+
 def test_slow_size_does_not_change_other_measured_sizes() -> None:
     """With other processes, many rows take twice their idle time; 1 row takes no longer."""
     costs = CostModel({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 14.0, 32: 20.0})

@@ -10,6 +10,7 @@ import pytest
 
 from osd.drafting.mixed import Mixed
 from osd.drafting.session import Tree
+from osd.economy.costs import CostModel
 from osd.economy.effect import Step
 from osd.economy.switchback import Switchback
 from osd.engine.completion import ControllerOptions
@@ -44,6 +45,7 @@ def test_plain_blocks_have_no_drafts_or_upkeep(target_dir: Path, monkeypatch: py
 
     monkeypatch.setattr(Planner, "observe", planned)
     monkeypatch.setattr(Switchback, "observe", observed)
+    monkeypatch.setattr(CostModel, "without_outlier", lambda costs, seconds, rows, drafting: seconds)
     with running(target_dir, "eagle", governed=True, measure=0.005) as client:
         client.ask(prompts(LENGTHS), TOKENS)
         client.ask(prompts(LENGTHS), TOKENS, "again-{}")
@@ -68,8 +70,10 @@ def test_forced_tokens_count_as_prompt_rows(sources: list[str], path: list[int],
     tree = Tree([5] * len(sources), [*range(-1, len(sources) - 1)], sources)
     s: Any = None
     outcome = StepOutcome([SequenceOutcome(s, tokens, tree, path)], {}, {}, 5, 1, {}, {}, 0.1, False, drafts=True)
-    step = measured_step(outcome, 0.2)
+    step = measured_step(outcome, 0.2, CostModel())
     assert (step.streams, step.prompt_rows, step.tokens) == (1, forced, max(tokens - forced, 1))
+    assert step.seconds == 0.2
+    assert measured_step(outcome, 0.2, CostModel({1: 0.01})).seconds == pytest.approx(0.03)
 
 
 def test_lossy_answers_do_not_stop_the_measurement(deep: Path):
