@@ -14,7 +14,7 @@ import typer
 
 from benchmarks import engines
 from benchmarks.options import Parallel, Prompts, Tokens
-from benchmarks.streams import updates_of, wait_until_idle
+from benchmarks.streams import decode, updates_of, wait_until_idle
 from benchmarks.turns import by_way, in_turns
 from osd.cli.common import ConfigFile, Overrides, Temperature, settings_of
 from osd.cli.report import ReportFile, Table, check_files, conclude, say
@@ -49,8 +49,7 @@ def economy(
 
     A session runs the same prompts plainly, with drafts, and with drafts and trials, in turns; its drafter is new and
     has the configured settings. Each of --streams users waits for an answer before the next request. The price of
-    trials is the additional time of the passes with trials. An interval needs 12 trials: set economy.measure=0.1 for
-    sessions of two minutes.
+    trials is the additional time of the passes with trials, which is largest in the first minutes of an engine.
     """
     settings = engines.without_prefix_cache(settings_of(config, overrides))
     check_files(json_file)
@@ -69,6 +68,7 @@ def economy(
             passes = Passes(
                 engine, token_ids, streams, rounds, tokens, SamplingParams(temperature=temperature), switchback
             )
+            passes.warm_up(settings.engine.slots)
             results.append(passes.session(turns, number * turns))
         typer.echo(json.dumps(asdict(results[-1])))
     about = {
@@ -121,6 +121,10 @@ class Passes:
     sampling: SamplingParams
     switchback: Switchback
 
+    def warm_up(self, slots: int) -> None:
+        """Decode in each of the engine's slots: the first use of their memory is slow, in whichever way it happens."""
+        decode(self.engine, self._requests("warm-up", range(slots), speculate=False))
+
     def session(self, turns: int, first: int) -> EconomySession:
         """Run each way once per turn, starting at prompt ``first``."""
         ways = {way: partial(self._run, way, first) for way in (PLAIN, DRAFTED, MEASURED)}
@@ -135,19 +139,24 @@ class Passes:
     def _run(self, way: str, first: int, turn: int) -> float:
         """Return the busy seconds of a pass."""
         count = self.streams * self.rounds
-        requests = [
-            Request(
-                f"{way}-{turn}-{n}", self.prompts[((first + turn) * count + n) % len(self.prompts)], self.tokens,
-                SamplingParams(temperature=self.sampling.temperature, seed=n), ignore_eos=True, speculate=way != PLAIN,
-            )
-            for n in range(count)
-        ]  # fmt: skip
+        begin = (first + turn) * count
+        requests = self._requests(f"{way}-{turn}", range(begin, begin + count), way != PLAIN)
         self.engine.set_speculation(way != PLAIN)
         self.engine.loop.planner.switchback = self.switchback if way == MEASURED else None
         before = wait_until_idle(self.engine).busy_seconds
         for _ in updates_of(self.engine, requests, users=self.streams):
             pass
         return wait_until_idle(self.engine).busy_seconds - before
+
+    def _requests(self, name: str, numbers: range, speculate: bool) -> list[Request]:
+        """Return a request for each of the ``numbers`` of prompts."""
+        return [
+            Request(
+                f"{name}-{seed}", self.prompts[number % len(self.prompts)], self.tokens,
+                SamplingParams(temperature=self.sampling.temperature, seed=seed), ignore_eos=True, speculate=speculate,
+            )
+            for seed, number in enumerate(numbers)
+        ]  # fmt: skip
 
 
 def _log_ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:

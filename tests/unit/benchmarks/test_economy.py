@@ -36,6 +36,8 @@ def test_session_measures_passes_and_trials(tiny_target: Path):
             client.engine, [tuple(prompt) for prompt in prompts((5, 9, 12, 7))], streams=2, rounds=2, tokens=60,
             sampling=SamplingParams(temperature=0), switchback=Switchback(0.05, 0.05, seed=0),
         )  # fmt: skip
+        passes.warm_up(slots=3)
+        assert client.engine.counters().finished.total() == 3
         result = passes.session(turns=8, first=0)
         assert passes.switchback.measured.trials == result.trials
     assert result.trials > 1

@@ -47,8 +47,8 @@ def test_plain_blocks_have_no_drafts_or_upkeep(target_dir: Path, monkeypatch: py
     monkeypatch.setattr(Switchback, "observe", observed)
     monkeypatch.setattr(CostModel, "without_outlier", lambda costs, seconds, rows, drafting: seconds)
     with running(target_dir, "eagle", governed=True, measure=0.005) as client:
-        client.ask(prompts(LENGTHS), TOKENS)
-        client.ask(prompts(LENGTHS), TOKENS, "again-{}")
+        for turn in range(4):
+            client.ask(prompts(LENGTHS), TOKENS, f"{turn}-{{}}")
     arms = Counter(drafts for drafts, *_ in steps)
     assert min(arms[True], arms[False]) > 50
     for drafts, outcome, seconds, step in steps:
