@@ -94,7 +94,7 @@ class TrainingBudget:
         if decision.begins:
             return ""
         if not decision.needed:
-            return f"requests lost {-decision.fund:.1f} core seconds more to training than its fund covers"
+            return f"the fund of training is overdrawn by {-decision.fund:.1f} core seconds"
         return f"the fund of training holds {decision.fund:.1f} of {decision.needed:.1f} core seconds for a version"
 
     def take_next_turn(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from osd.economy.training import Decision
 from tests.clocks import Clock
 from tests.waiting import HANG_SECONDS
 from trainer import budget as budget_module
@@ -293,3 +295,14 @@ def test_late_domain_starts_level_with_the_others(race, clock):
     turns.join("b")
     seconds_used = race(turns, {"a": 0.01, "b": 0.01}, 0.5)
     assert seconds_used["b"] == pytest.approx(seconds_used["a"], rel=0.5)
+
+
+@pytest.mark.parametrize(("decision", "reason"), [
+    (None, ""), (Decision(True, -1.0, 0.0), ""),
+    (Decision(False, 3.0, 15.0), "the fund of training holds 3.0 of 15.0 core seconds for a version"),
+    (Decision(False, -1.5, 0.0), "the fund of training is overdrawn by 1.5 core seconds"),
+])  # fmt: skip
+def test_missing_says_what_the_fund_lacks(decision, reason):
+    investor = SimpleNamespace(next_slice=lambda learner: decision, worth=lambda learner: 1.0)
+    budget = TrainingBudget("a", DomainScheduler("ab"), Room(), investor, lambda *state: None)
+    assert budget.missing(None) == reason
