@@ -22,7 +22,7 @@ BANK_SECONDS = 10.0
 """Largest bank of seconds for measuring, as ``docs/economy.md`` promises."""
 
 BEGIN_SECONDS = 2.0
-"""First content of each bank, as ``docs/economy.md`` promises: a replica's speed-up is known some minutes later."""
+"""First content of each bank, as ``docs/economy.md`` promises: a replica's speed-up is known within a busy minute."""
 
 FIRST_LOSS = 0.5
 """Loss by a block, as a share of its seconds, before the first estimate: as if the other arm were twice as fast."""
