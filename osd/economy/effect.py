@@ -51,8 +51,8 @@ _PLAIN, _COVARIATES = 3, 7
 _WORK = [7, 8, 2]  # of plain decoding for the same tokens and prompts: steps, streams, prompt rows
 
 BLOCK = 16
-"""Steps of a block. Shorter blocks are more exact at the same price: the speed of a virtual machine changes within a
-second. On two cores of a Zen 4 blocks of 64 steps gave an interval 1.6 times as wide."""
+"""Steps of a block. The speed of a virtual machine changes within a second, so a longer block meets another speed than
+the steps around it."""
 
 CELL = 4
 """Steps of one observation of a fit, and uncounted steps after drafting stops, while caches are cold."""

@@ -233,9 +233,9 @@ def decide(fund: Fund, price: float, max_loss: float, begun: bool = False) -> De
 
     ``price`` is that of a CPU second, 0 if free; ``max_loss`` the share of the busy seconds that training may lose; and
     ``begun`` whether the fund covered this slice when it began. A free slice begins while the fund covers the seconds
-    that requests lost, whatever training at a price has spent.
+    that requests lost. Training at a price does not count for it.
     """
-    income = (price or 1.0) * fund.mean_slice + max_loss * fund.busy + fund.certain / 2
+    income = max(price, 1.0) * fund.mean_slice + max_loss * fund.busy + fund.certain / 2
     left = income - (fund.spent if price else fund.lost)
     rest = max(fund.mean_slice - fund.slice, 0.0)
     needed = 0.0 if begun else price * rest * 2.0 ** min(fund.fruitless, _MOST_DOUBLINGS)

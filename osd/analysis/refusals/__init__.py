@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class RefusalsError(ValueError):
-    """Error of a file of prompts; the message is one line with the reason."""
+    """Error of a comparison, for example of its file of prompts; the message is one line with the reason."""
 
 
 class EndpointError(RefusalsError):

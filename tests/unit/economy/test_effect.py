@@ -66,8 +66,8 @@ def test_interval_is_unknown_before_enough_trials():
     assert 1 < Effect(0.1, 0.01, LEAST_TRIALS).interval[0] < math.exp(0.1)
 
 
-def test_longer_drafts_in_predictable_text_do_not_look_like_a_slow_machine():
-    """Runs of predictable tokens, of which a step drafts three, which makes it dearer, between unpredictable tokens."""
+def test_longer_drafts_do_not_look_like_a_slow_machine():
+    """A step in predictable text drafts three tokens and takes longer; unpredictable text has no drafts."""
     rng, switchback = np.random.default_rng(0), Switchback(measure=0.5, max_loss=0.05, seed=0)
     unpredictable = predictable = tokens = since = 0
     seconds = 0.0
@@ -89,7 +89,7 @@ def test_longer_drafts_in_predictable_text_do_not_look_like_a_slow_machine():
     assert results.log == pytest.approx(math.log(tokens / seconds), abs=0.01)
 
 
-def test_first_steps_after_a_switch_count_neither_in_trials_nor_in_probes():
+def test_first_steps_after_a_switch_do_not_count():
     """Drafting loses a tenth of the time, after eight steps in which its drafts are kept."""
     switchback = Switchback(measure=0.5, max_loss=0.005, seed=0)
     drafted, since, times_off = True, 100, 0

@@ -220,6 +220,11 @@ def test_free_slice_waits_until_the_fund_covers_the_lost_seconds():
     assert decide(fund, 0.0, 0.005).begins
 
 
+@pytest.mark.parametrize(("price", "fund"), [(0.0, 15.0), (0.5, 15.0), (1.0, 15.0), (2.0, 30.0)])
+def test_fund_begins_with_a_version_and_grows_with_the_price(price, fund):
+    assert decide(Fund(), price, 0.005).fund == fund
+
+
 def test_paid_slice_doubles_the_need_until_a_gain_or_an_alarm():
     fund = Fund()
     fund.follow(1)

@@ -247,7 +247,7 @@ def test_training_stays_out_of_requests_while_idle_time_suffices(clock):
     assert scene.capacity.spare() == 0.2
 
 
-def test_random_pauses_begin_with_requests_and_end_a_minute_after_them(clock):
+def test_random_pauses_last_until_a_minute_after_requests(clock):
     scene = Scene(clock, duty=0.5, running=0)
     scene.pauses = True
     assert scene.capacity.spare() == 1

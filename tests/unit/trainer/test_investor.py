@@ -88,7 +88,7 @@ def test_fund_pays_only_while_requests_run(monkeypatch):
     assert not priced.begins()
 
 
-def test_training_between_requests_stops_when_they_lose_more_than_the_fund_holds(monkeypatch):
+def test_free_training_stops_when_requests_lose_too_much(monkeypatch):
     def begins_after(slower, price=1.0):
         scene = Scene(monkeypatch, requests_run=False, price=price)
         assert scene.begins()
